@@ -1,0 +1,13 @@
+// Everything that Tidegate offers to C++.
+#pragma once
+
+#include "tidegate/conv.h"
+#include "tidegate/cpu.h"
+#include "tidegate/error.h"
+#include "tidegate/gating.h"
+#include "tidegate/norm.h"
+#include "tidegate/parallel.h"
+#include "tidegate/rope.h"
+#include "tidegate/seqlens.h"
+#include "tidegate/tensor.h"
+#include "tidegate/version.h"

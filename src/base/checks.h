@@ -1,0 +1,38 @@
+// Checks that most operators share. Each throws Error("<op>: <tensor>: expected ..., got ...") or returns.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <string_view>
+
+#include "tidegate/error.h"
+#include "tidegate/tensor.h"
+
+namespace tidegate {
+
+struct Named {
+  std::string_view name;
+  const TensorView& tensor;
+};
+
+// fp32, bf16, fp16, fp64: what a data tensor may be.
+void check_data_type(std::string_view op, Named t);
+void check_float(std::string_view op, Named t);
+void check_dtype(std::string_view op, Named t, DType expected);
+void check_same_dtype(std::string_view op, Named t, Named like);
+
+void check_present(std::string_view op, Named t);
+void check_rank(std::string_view op, Named t, int expected);
+void check_shape(std::string_view op, Named t, std::initializer_list<std::int64_t> expected);
+void check_same_shape(std::string_view op, Named t, Named like);
+void check_inner_stride(std::string_view op, Named t);
+
+// An output must not write one element twice (a stride of zero, or one shorter than what lies inside it), nor overlap
+// an input or another output.
+void check_outputs(std::string_view op, std::initializer_list<Named> outputs, std::initializer_list<Named> inputs);
+
+// False only where the two provably share no byte: disjoint address ranges, or rows of the same pitch whose columns do
+// not meet (slices of one buffer).
+bool may_overlap(const TensorView& a, const TensorView& b);
+
+}  // namespace tidegate

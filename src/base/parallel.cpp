@@ -1,0 +1,240 @@
+#include "tidegate/parallel.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cfenv>
+#include <condition_variable>
+#include <cstdlib>
+#include <exception>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+#include "tidegate/error.h"
+
+namespace tidegate {
+namespace {
+
+// Sets the floating-point environment every kernel assumes, and puts the caller's back.
+class FloatEnvironment {
+ public:
+#if defined(__x86_64__)
+  FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }  // all exceptions masked, nearest even, no FTZ/DAZ
+  ~FloatEnvironment() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#else
+  FloatEnvironment() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~FloatEnvironment() { std::fesetenv(&saved_); }
+
+ private:
+  std::fenv_t saved_;
+#endif
+};
+
+struct Job {
+  ParallelBody body = nullptr;
+  void* context = nullptr;
+  std::int64_t tasks = 0;
+  std::atomic<std::int64_t> next{0};
+  std::atomic<bool> failed{false};
+  std::exception_ptr failure;  // of the first task that threw; out of memory is the only expected reason
+
+  void work() noexcept {
+    try {
+      for (std::int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) {
+        const FloatEnvironment environment;
+        body(context, task, task + 1);
+      }
+    } catch (...) {
+      next.store(tasks);  // no further task starts
+      if (!failed.exchange(true)) {
+        failure = std::current_exception();
+      }
+    }
+  }
+};
+
+int default_threads() {
+  if (const char* text = std::getenv("TIDEGATE_NUM_THREADS"); text != nullptr && *text != '\0') {
+    char* end = nullptr;
+    const long n = std::strtol(text, &end, 10);
+    check(*end == '\0' && n >= 1 && n <= 4096, "TIDEGATE_NUM_THREADS: expected an integer from 1 to 4096, got ", text);
+    return static_cast<int>(n);
+  }
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) {
+    return CPU_COUNT(&set);
+  }
+  // More CPUs than a cpu_set_t holds.
+  return std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, 4096);
+}
+
+thread_local bool inside_pool = false;
+
+// Workers sleep between jobs. One job at a time: a second caller, or a nested call, runs its tasks itself.
+class Pool {
+ public:
+  explicit Pool(int threads) : threads_(threads) {
+    workers_.reserve(static_cast<std::size_t>(threads));
+    try {
+      for (int i = 1; i < threads; ++i) {
+        workers_.emplace_back([this] { serve(); });
+      }
+    } catch (const std::system_error&) {
+      // The system gives no more threads. Those there are do the work, with the same bits.
+    }
+  }
+  ~Pool() {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& worker : workers_) {
+      worker.join();
+    }
+  }
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return threads_; }  // asked for
+
+  void run(Job& job) {
+    {
+      const std::lock_guard lock(mutex_);
+      job_ = &job;
+      ++generation_;
+    }
+    wake_.notify_all();
+    inside_pool = true;
+    job.work();
+    inside_pool = false;
+    std::unique_lock lock(mutex_);
+    job_ = nullptr;  // latecomers find nothing
+    idle_.wait(lock, [this] { return busy_ == 0; });
+    if (job.failure) {
+      std::rethrow_exception(job.failure);
+    }
+  }
+
+ private:
+  void serve() {
+    inside_pool = true;
+    std::uint64_t seen = 0;
+    std::unique_lock lock(mutex_);
+    while (true) {
+      wake_.wait(lock, [&] { return stopping_ || (job_ != nullptr && generation_ != seen); });
+      if (stopping_) {
+        return;
+      }
+      seen = generation_;
+      Job* job = job_;
+      ++busy_;
+      lock.unlock();
+      job->work();
+      lock.lock();
+      if (--busy_ == 0) {
+        idle_.notify_all();
+      }
+    }
+  }
+
+  const int threads_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::condition_variable idle_;
+  std::vector<std::thread> workers_;
+  Job* job_ = nullptr;
+  std::uint64_t generation_ = 0;
+  int busy_ = 0;
+  bool stopping_ = false;
+};
+
+// Guards the pool and is held while a job runs. It is only ever tried: who finds it taken works alone and never waits.
+std::mutex pool_mutex;
+Pool* pool = nullptr;                // leaked at exit on purpose: workers may still be asleep in it
+std::atomic<int> wanted_threads{0};  // 0 = not known yet; the pool follows at the next job
+std::atomic<ParallelBackend> installed{nullptr};
+
+// A forked child has the memory of the pool but none of its threads: forget it, a new one is made on demand.
+void forget_pool_in_child() {
+  pool = nullptr;
+  new (&pool_mutex) std::mutex;
+}
+
+void run_alone(Job& job) {
+  const FloatEnvironment environment;
+  job.body(job.context, 0, job.tasks);
+}
+
+}  // namespace
+
+void set_parallel_backend(ParallelBackend backend) { installed.store(backend); }
+
+void set_num_threads(int threads) {
+  check(threads >= 1 && threads <= 4096, "set_num_threads: threads: expected 1 to 4096, got ", threads);
+  wanted_threads.store(threads);
+}
+
+int num_threads() {
+  int threads = wanted_threads.load();
+  if (threads == 0) {
+    const int automatic = default_threads();
+    threads = wanted_threads.compare_exchange_strong(threads, automatic) ? automatic : threads;
+  }
+  return threads;
+}
+
+void run_parallel(std::int64_t tasks, ParallelBody body, void* context) {
+  if (tasks <= 0) {
+    return;
+  }
+  Job job;
+  job.body = body;
+  job.context = context;
+  job.tasks = tasks;
+  if (ParallelBackend backend = installed.load(); backend != nullptr) {
+    backend(
+        tasks,
+        [](void* user, std::int64_t first, std::int64_t last) {
+          const FloatEnvironment environment;
+          const Job& j = *static_cast<Job*>(user);
+          j.body(j.context, first, last);
+        },
+        &job);
+    return;
+  }
+  const int threads = num_threads();
+  if (tasks == 1 || threads == 1 || inside_pool) {
+    run_alone(job);
+    return;
+  }
+  const std::unique_lock lock(pool_mutex, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    run_alone(job);
+    return;
+  }
+  if (pool == nullptr || pool->threads() != threads) {
+    [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, forget_pool_in_child);
+    delete pool;
+    pool = nullptr;
+    pool = new Pool(threads);
+  }
+  pool->run(job);
+}
+
+}  // namespace tidegate

@@ -1,0 +1,144 @@
+// The vocabulary on AVX-512 (F, BW, DQ, VL): sixteen floats in a zmm register. The same file serves avx512_bf16, which
+// only adds the bf16 dot product. Stores round in integer arithmetic there too: the conversion instruction flushes
+// denormals, and a result must not depend on which of the two is in use more than its rounding does.
+#pragma once
+
+#ifdef TIDEGATE_EMULATE_AVX512
+#include "simd/emulate_avx512.h"
+#else
+// g++ 12 warns about the deliberately undefined operands inside its own intrinsics.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#ifndef __clang__
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+#include "simd/types.h"
+
+namespace tidegate::TIDEGATE_ISA {
+
+constexpr int kLanes = 16;
+
+struct F32 {
+  __m512 v;
+};
+struct Mask {
+  __mmask16 v;
+};
+struct Bf16Pairs {
+  __m512i v;
+};
+
+TIDEGATE_INLINE F32 set1(float x) { return {_mm512_set1_ps(x)}; }
+TIDEGATE_INLINE F32 zero() { return {_mm512_setzero_ps()}; }
+
+TIDEGATE_INLINE F32 widen_lanes(__m256i x, const bf16*) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))};
+}
+TIDEGATE_INLINE F32 widen_lanes(__m256i x, const f16*) { return {_mm512_cvtph_ps(x)}; }
+
+// Round to nearest even: add just under half a unit of the last kept bit, and that bit itself, then cut. NaN would
+// overflow into the sign, so it takes its own way and becomes quiet.
+TIDEGATE_INLINE __m512i round_bits_bf16(F32 a) {
+  const __m512i u = _mm512_castps_si512(a.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  return _mm512_mask_or_epi32(rounded, is_nan, u, _mm512_set1_epi32(0x400000));
+}
+TIDEGATE_INLINE __m256i narrow_lanes(F32 a, const bf16*) {
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_bits_bf16(a), 16));
+}
+TIDEGATE_INLINE __m256i narrow_lanes(F32 a, const f16*) { return _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT); }
+
+TIDEGATE_INLINE F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+template <class T>
+TIDEGATE_INLINE F32 load(const T* p) {
+  return widen_lanes(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), p);
+}
+TIDEGATE_INLINE void store(float* p, F32 a) { _mm512_storeu_ps(p, a.v); }
+template <class T>
+TIDEGATE_INLINE void store(T* p, F32 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_lanes(a, p));
+}
+// The first n elements, 0 in the other lanes; nothing beyond them is touched. 0 <= n <= kLanes.
+TIDEGATE_INLINE __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
+TIDEGATE_INLINE F32 load_n(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
+template <class T>
+TIDEGATE_INLINE F32 load_n(const T* p, int64_t n) {
+  return widen_lanes(_mm256_maskz_loadu_epi16(first_lanes(n), p), p);
+}
+TIDEGATE_INLINE void store_n(float* p, F32 a, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
+template <class T>
+TIDEGATE_INLINE void store_n(T* p, F32 a, int64_t n) {
+  _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_lanes(a, p));
+}
+// Stores past the caches; p must be aligned to the size of what is written. stream_fence() before others may read.
+TIDEGATE_INLINE void stream(float* p, F32 a) { _mm512_stream_ps(p, a.v); }
+template <class T>
+TIDEGATE_INLINE void stream(T* p, F32 a) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow_lanes(a, p));
+}
+TIDEGATE_INLINE void stream_fence() { _mm_sfence(); }
+TIDEGATE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+TIDEGATE_INLINE F32 operator+(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
+TIDEGATE_INLINE F32 operator-(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+TIDEGATE_INLINE F32 operator*(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+TIDEGATE_INLINE F32 operator/(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
+TIDEGATE_INLINE F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// min and max return b when either is NaN.
+TIDEGATE_INLINE F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
+TIDEGATE_INLINE F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
+TIDEGATE_INLINE F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
+TIDEGATE_INLINE F32 sqrt(F32 a) { return {_mm512_sqrt_ps(a.v)}; }
+TIDEGATE_INLINE F32 round(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// a * 2^n for integral n; one instruction, denormal results rounded once.
+TIDEGATE_INLINE F32 scale_by_power(F32 a, F32 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+// x / (1 + m 2^n) for m in (0.5, 2) and integral n. Both sides of the fraction are divided by a power of two that grows
+// with n, so that neither leaves the range before the quotient is 0. scalef rounds its exponent down, both times alike.
+TIDEGATE_INLINE F32 over_one_plus(F32 x, F32 m, F32 n) {
+  const __m512 part = _mm512_max_ps(_mm512_setzero_ps(), _mm512_mul_ps(n.v, _mm512_set1_ps(0.25f)));
+  const __m512 down = _mm512_scalef_ps(_mm512_set1_ps(1.0f), _mm512_sub_ps(_mm512_setzero_ps(), part));
+  const __m512 rest = _mm512_scalef_ps(m.v, _mm512_sub_ps(n.v, part));
+  return {_mm512_div_ps(_mm512_mul_ps(x.v, down), _mm512_add_ps(rest, down))};
+}
+
+TIDEGATE_INLINE Mask less(F32 a, F32 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
+TIDEGATE_INLINE Mask equal(F32 a, F32 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ)}; }
+TIDEGATE_INLINE F32 select(Mask m, F32 yes, F32 no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
+
+// Sum of all lanes, always in the same order: halves are added until one lane is left.
+TIDEGATE_INLINE float sum(F32 a) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// Rounds to the type of the pointer and back: what a store and a load would do.
+TIDEGATE_INLINE F32 round_to(F32 a, const float*) { return a; }
+TIDEGATE_INLINE F32 round_to(F32 a, const bf16*) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(round_bits_bf16(a), _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+TIDEGATE_INLINE F32 round_to(F32 a, const f16* like) { return widen_lanes(narrow_lanes(a, like), like); }
+
+TIDEGATE_INLINE Bf16Pairs load_pairs(const bf16* p) { return {_mm512_loadu_si512(p)}; }
+// acc[i] + a[2i] b[2i] + a[2i+1] b[2i+1]. The odd products come first, as in the instruction,
+// which also takes denormals as 0.
+TIDEGATE_INLINE F32 dot(F32 acc, Bf16Pairs a, Bf16Pairs b) {
+#if TIDEGATE_ISA_ID == 4
+  return {_mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
+#else
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  const __m512 odd = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a.v, high)),
+                                     _mm512_castsi512_ps(_mm512_and_si512(b.v, high)), acc.v);
+  return {_mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16)),
+                          _mm512_castsi512_ps(_mm512_slli_epi32(b.v, 16)), odd)};
+#endif
+}
+
+}  // namespace tidegate::TIDEGATE_ISA

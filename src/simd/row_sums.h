@@ -1,0 +1,54 @@
+// Sums over a row that several norms need. Fixed order: it depends on the length and the instruction set only.
+#pragma once
+
+#include "simd/lanes.h"
+
+namespace tidegate::TIDEGATE_ISA {
+namespace {
+
+template <class T>
+[[gnu::always_inline]] inline float sum_squares(const T* p, int64_t n) {
+  F32 even = zero();
+  F32 odd = zero();
+  int64_t c = 0;
+  for (; c + 2 * kLanes <= n; c += 2 * kLanes) {
+    const F32 x0 = load(p + c);
+    const F32 x1 = load(p + c + kLanes);
+    even = fma(x0, x0, even);
+    odd = fma(x1, x1, odd);
+  }
+  for_lanes(n - c, [&](int64_t i, auto lanes) {
+    const F32 x = lanes.get(p + c + i);
+    even = fma(x, x, even);
+  });
+  return sum(even + odd);
+}
+
+// bf16 rows go through the pair product: half the instructions, and exact products of 16-bit factors.
+[[gnu::always_inline]] inline float sum_squares(const bf16* p, int64_t n) {
+  F32 even = zero();
+  F32 odd = zero();
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= n; c += 4 * kLanes) {
+    const Bf16Pairs x0 = load_pairs(p + c);
+    const Bf16Pairs x1 = load_pairs(p + c + 2 * kLanes);
+    even = dot(even, x0, x0);
+    odd = dot(odd, x1, x1);
+  }
+  for_lanes(n - c, [&](int64_t i, auto lanes) {
+    const F32 x = lanes.get(p + c + i);
+    even = fma(x, x, even);
+  });
+  return sum(even + odd);
+}
+
+// sum of f(c, lanes) over the row.
+template <class F>
+[[gnu::always_inline]] inline float sum_lanes(int64_t n, F f) {
+  F32 total = zero();
+  for_lanes(n, [&](int64_t c, auto lanes) { total = total + f(c, lanes); });
+  return sum(total);
+}
+
+}  // namespace
+}  // namespace tidegate::TIDEGATE_ISA
