@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cfenv>
 #include <condition_variable>
 #include <cstdlib>
 #include <exception>
@@ -19,31 +18,22 @@
 #include <xmmintrin.h>
 #endif
 
+#include "base/float_environment.h"
 #include "tidegate/error.h"
 
 namespace tidegate {
-namespace {
-
-// Sets the floating-point environment every kernel assumes, and puts the caller's back.
-class FloatEnvironment {
- public:
 #if defined(__x86_64__)
-  FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }  // all exceptions masked, nearest even, no FTZ/DAZ
-  ~FloatEnvironment() { _mm_setcsr(saved_); }
-
- private:
-  unsigned saved_;
+FloatEnvironment::FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }  // all exceptions masked too
+FloatEnvironment::~FloatEnvironment() { _mm_setcsr(saved_); }
 #else
-  FloatEnvironment() {
-    std::fegetenv(&saved_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~FloatEnvironment() { std::fesetenv(&saved_); }
-
- private:
-  std::fenv_t saved_;
+FloatEnvironment::FloatEnvironment() {
+  std::fegetenv(&saved_);
+  std::fesetenv(FE_DFL_ENV);
+}
+FloatEnvironment::~FloatEnvironment() { std::fesetenv(&saved_); }
 #endif
-};
+
+namespace {
 
 struct Job {
   ParallelBody body = nullptr;

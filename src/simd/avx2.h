@@ -137,6 +137,11 @@ TIDEGATE_INLINE F32 scale_by_power(F32 a, F32 n) {
   const __m256i second = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23);
   return {_mm256_mul_ps(_mm256_mul_ps(a.v, _mm256_castsi256_ps(first)), _mm256_castsi256_ps(second))};
 }
+// m * 2^n for m near 1 and integral n in [-126, 126], where shifted = 1.5 * 2^23 + n: its low bits are n.
+TIDEGATE_INLINE F32 add_exponent(F32 m, F32 shifted) {
+  const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(shifted.v), 23);
+  return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(m.v), n))};
+}
 // x / (1 + m 2^n) for m in (0.5, 2) and integral n in [-126, 255]. Both sides of the fraction are divided by 2^half, so
 // that neither leaves the range and only a denormal quotient loses bits; n = 255 is infinity.
 TIDEGATE_INLINE F32 over_one_plus(F32 x, F32 m, F32 n) {
@@ -176,6 +181,40 @@ TIDEGATE_INLINE F32 dot(F32 acc, Bf16Pairs a, Bf16Pairs b) {
                                      _mm256_castsi256_ps(_mm256_and_si256(b.v, high)), acc.v);
   return {_mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a.v, 16)),
                           _mm256_castsi256_ps(_mm256_slli_epi32(b.v, 16)), odd)};
+}
+
+// Two vectors of neighbouring elements. In memory order for float and f16; a bf16 pair shares 32 bits, so there `a` holds
+// the even elements and `b` the odd ones: one instruction each instead of a conversion. pair_slot() says which is where.
+struct F32x2 {
+  F32 a, b;
+};
+TIDEGATE_INLINE F32x2 load2(const bf16* p) {
+  const __m256i u = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i odd = _mm256_and_si256(u, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+  return {{_mm256_castsi256_ps(_mm256_slli_epi32(u, 16))}, {_mm256_castsi256_ps(odd)}};
+}
+template <class T>
+TIDEGATE_INLINE F32x2 load2(const T* p) {
+  return {load(p), load(p + kLanes)};
+}
+TIDEGATE_INLINE __m256i join_bf16(__m256i even, __m256i odd) {
+  return _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa);
+}
+TIDEGATE_INLINE void store2(bf16* p, F32x2 v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), join_bf16(round_bits_bf16(v.a), round_bits_bf16(v.b)));
+}
+TIDEGATE_INLINE void stream2(bf16* p, F32x2 v) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), join_bf16(round_bits_bf16(v.a), round_bits_bf16(v.b)));
+}
+template <class T>
+TIDEGATE_INLINE void store2(T* p, F32x2 v) {
+  store(p, v.a);
+  store(p + kLanes, v.b);
+}
+template <class T>
+TIDEGATE_INLINE void stream2(T* p, F32x2 v) {
+  stream(p, v.a);
+  stream(p + kLanes, v.b);
 }
 
 }  // namespace tidegate::avx2

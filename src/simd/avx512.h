@@ -98,6 +98,11 @@ TIDEGATE_INLINE F32 sqrt(F32 a) { return {_mm512_sqrt_ps(a.v)}; }
 TIDEGATE_INLINE F32 round(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 // a * 2^n for integral n; one instruction, denormal results rounded once.
 TIDEGATE_INLINE F32 scale_by_power(F32 a, F32 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+// m * 2^n for m near 1 and integral n in [-126, 126], where shifted = 1.5 * 2^23 + n: its low bits are n.
+TIDEGATE_INLINE F32 add_exponent(F32 m, F32 shifted) {
+  const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
+  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(m.v), n))};
+}
 // x / (1 + m 2^n) for m in (0.5, 2) and integral n. Both sides of the fraction are divided by a power of two that grows
 // with n, so that neither leaves the range before the quotient is 0. scalef rounds its exponent down, both times alike.
 TIDEGATE_INLINE F32 over_one_plus(F32 x, F32 m, F32 n) {
@@ -139,6 +144,41 @@ TIDEGATE_INLINE F32 dot(F32 acc, Bf16Pairs a, Bf16Pairs b) {
   return {_mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16)),
                           _mm512_castsi512_ps(_mm512_slli_epi32(b.v, 16)), odd)};
 #endif
+}
+
+// Two vectors of neighbouring elements. In memory order for float and f16; a bf16 pair shares 32 bits, so there `a` holds
+// the even elements and `b` the odd ones: one instruction each instead of a conversion. pair_slot() says which is where.
+struct F32x2 {
+  F32 a, b;
+};
+TIDEGATE_INLINE F32x2 load2(const bf16* p) {
+  const __m512i u = _mm512_loadu_si512(p);
+  const __m512i odd = _mm512_and_si512(u, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
+  return {{_mm512_castsi512_ps(_mm512_slli_epi32(u, 16))}, {_mm512_castsi512_ps(odd)}};
+}
+template <class T>
+TIDEGATE_INLINE F32x2 load2(const T* p) {
+  return {load(p), load(p + kLanes)};
+}
+TIDEGATE_INLINE __m512i join_bf16(__m512i even, __m512i odd) {
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  return _mm512_or_si512(_mm512_srli_epi32(even, 16), _mm512_and_si512(odd, high));  // one vpternlogd
+}
+TIDEGATE_INLINE void store2(bf16* p, F32x2 v) {
+  _mm512_storeu_si512(p, join_bf16(round_bits_bf16(v.a), round_bits_bf16(v.b)));
+}
+TIDEGATE_INLINE void stream2(bf16* p, F32x2 v) {
+  _mm512_stream_ps(reinterpret_cast<float*>(p), _mm512_castsi512_ps(join_bf16(round_bits_bf16(v.a), round_bits_bf16(v.b))));
+}
+template <class T>
+TIDEGATE_INLINE void store2(T* p, F32x2 v) {
+  store(p, v.a);
+  store(p + kLanes, v.b);
+}
+template <class T>
+TIDEGATE_INLINE void stream2(T* p, F32x2 v) {
+  stream(p, v.a);
+  stream(p + kLanes, v.b);
 }
 
 }  // namespace tidegate::TIDEGATE_ISA

@@ -48,5 +48,27 @@ template <class Body>
   }
 }
 
+// pairs(c) for c = 0, 2 * kLanes, ... as long as a whole group is left, then body(c, lanes) for the rest.
+template <class Pairs, class Body>
+[[gnu::always_inline]] inline void for_pairs(int64_t n, Pairs pairs, Body body) {
+  int64_t c = 0;
+  for (; c + 2 * kLanes <= n; c += 2 * kLanes) {
+    pairs(c);
+  }
+  for_lanes(n - c, [&](int64_t i, auto lanes) { body(c + i, lanes); });
+}
+
+// Brings the whole groups of a row of parameters into the order that an F32x2 of type T has.
+template <class T>
+inline void pair_parameters(float* p, int64_t n) {
+  for (int64_t c = 0; c + 2 * kLanes <= n; c += 2 * kLanes) {
+    float group[2 * kLanes];
+    for (int i = 0; i < 2 * kLanes; ++i) {
+      group[pair_slot(i, static_cast<const T*>(nullptr))] = p[c + i];
+    }
+    memcpy(p + c, group, sizeof group);
+  }
+}
+
 }  // namespace
 }  // namespace tidegate::TIDEGATE_ISA

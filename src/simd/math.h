@@ -60,4 +60,69 @@ TIDEGATE_INLINE F32 log1p_unit(F32 e) {
 
 TIDEGATE_INLINE F32 softplus(F32 x) { return max(zero(), x) + log1p_unit(exp(zero() - abs(x))); }
 
+// Where element i of 2 * kLanes neighbours stands in an F32x2 that was loaded from memory of type T.
+template <class T>
+static constexpr int pair_slot(int i, const T*) {
+  return i;
+}
+[[maybe_unused]] static constexpr int pair_slot(int i, const bf16*) { return i % 2 * kLanes + i / 2; }
+
+TIDEGATE_INLINE constexpr bool is_bf16(const bf16*) { return true; }
+TIDEGATE_INLINE constexpr bool is_bf16(const f16*) { return false; }
+
+// sigmoid and silu for results of 16 bits, several vectors step by step so that their chains overlap: an out-of-order core
+// holds only about two of these chains at a time by itself. x is replaced by numerator / (1 + e^-x). The relative error is
+// 3e-6 for bf16 and 2e-6 for f16, a hundredth of their rounding at the least; from -87 down the value of -87 stands.
+template <bool kSilu, int N, class T>
+TIDEGATE_INLINE void gate_group(F32 (&x)[N], const T* type) {
+  const F32 log2e = set1(-1.44269504f);
+  const F32 magic = set1(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  F32 v[N];
+  F32 shifted[N];
+  F32 r[N];
+  F32 q[N];
+  for (int i = 0; i < N; ++i) x[i] = max(set1(-87.0f), x[i]);
+  for (int i = 0; i < N; ++i) v[i] = min(set1(87.0f), x[i]);
+  for (int i = 0; i < N; ++i) shifted[i] = fma(v[i], log2e, magic);
+  for (int i = 0; i < N; ++i) r[i] = magic - shifted[i];
+  for (int i = 0; i < N; ++i) r[i] = fma(v[i], log2e, r[i]);  // -x log2(e) = n + r, |r| <= 1/2
+  // 2^r, minimax: degree 4 has relative error 2.6e-6, degree 5 7.5e-8.
+  if (is_bf16(type)) {
+    for (int i = 0; i < N; ++i) q[i] = fma(set1(9.5701018633e-3f), r[i], set1(5.59178603406e-2f));
+    for (int i = 0; i < N; ++i) q[i] = fma(q[i], r[i], set1(2.40247448315e-1f));
+    for (int i = 0; i < N; ++i) q[i] = fma(q[i], r[i], set1(6.93121814743e-1f));
+    for (int i = 0; i < N; ++i) q[i] = fma(q[i], r[i], set1(9.99999261442e-1f));
+  } else {
+    for (int i = 0; i < N; ++i) q[i] = fma(set1(1.3276472632e-3f), r[i], set1(9.67554134312e-3f));
+    for (int i = 0; i < N; ++i) q[i] = fma(q[i], r[i], set1(5.55071327186e-2f));
+    for (int i = 0; i < N; ++i) q[i] = fma(q[i], r[i], set1(2.40221197237e-1f));
+    for (int i = 0; i < N; ++i) q[i] = fma(q[i], r[i], set1(6.93146967065e-1f));
+    for (int i = 0; i < N; ++i) q[i] = fma(q[i], r[i], set1(1.00000007165f));
+  }
+  for (int i = 0; i < N; ++i) q[i] = set1(1.0f) + add_exponent(q[i], shifted[i]);
+  for (int i = 0; i < N; ++i) x[i] = (kSilu ? x[i] : set1(1.0f)) / q[i];
+}
+// fp32 results keep the accuracy of silu and sigmoid.
+template <bool kSilu, int N>
+TIDEGATE_INLINE void gate_group(F32 (&x)[N], const float*) {
+  for (int i = 0; i < N; ++i) x[i] = kSilu ? silu(x[i]) : sigmoid(x[i]);
+}
+
+// softplus of several vectors step by step, with the accuracy of softplus.
+template <int N>
+TIDEGATE_INLINE void softplus_group(F32 (&x)[N]) {
+  Power e[N];
+  F32 s[N];
+  F32 t[N];
+  F32 p[N];
+  for (int i = 0; i < N; ++i) e[i] = exp_parts<1>(max(set1(-104.0f), zero() - abs(x[i])));
+  for (int i = 0; i < N; ++i) s[i] = scale_by_power(e[i].mantissa, e[i].exponent);
+  for (int i = 0; i < N; ++i) s[i] = (s[i] + s[i]) / (set1(2.0f) + s[i]);
+  for (int i = 0; i < N; ++i) t[i] = s[i] * s[i];
+  for (int i = 0; i < N; ++i) p[i] = fma(set1(5.473527143e-4f), t[i], set1(2.187432895e-3f));
+  for (int i = 0; i < N; ++i) p[i] = fma(p[i], t[i], set1(1.250678096e-2f));
+  for (int i = 0; i < N; ++i) p[i] = fma(p[i], t[i], set1(8.333301641e-2f));
+  for (int i = 0; i < N; ++i) x[i] = max(zero(), x[i]) + fma(p[i] * t[i], s[i], s[i]);
+}
+
 }  // namespace tidegate::TIDEGATE_ISA

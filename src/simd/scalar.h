@@ -128,6 +128,8 @@ TIDEGATE_INLINE F32 scale_by_power(F32 a, F32 n) {
   const IntLanes half = whole >> 1;
   return a * power(half) * power(whole - half);
 }
+// m * 2^n for m near 1 and integral n in [-126, 126], where shifted = 1.5 * 2^23 + n: its low bits are n.
+TIDEGATE_INLINE F32 add_exponent(F32 m, F32 shifted) { return from_bits(to_bits(m) + (to_bits(shifted) << 23)); }
 // x / (1 + m 2^n) for m in (0.5, 2) and integral n in [-126, 255]. Both sides of the fraction are divided by 2^half, so
 // that neither leaves the range and only a denormal quotient loses bits; n = 255 is infinity.
 TIDEGATE_INLINE F32 over_one_plus(F32 x, F32 m, F32 n) {
@@ -161,6 +163,33 @@ TIDEGATE_INLINE Bf16Pairs load_pairs(const bf16* p) {
 TIDEGATE_INLINE F32 dot(F32 acc, Bf16Pairs a, Bf16Pairs b) {
   const F32 odd = fma(from_bits(a.v & 0xffff0000u), from_bits(b.v & 0xffff0000u), acc);
   return fma(from_bits(a.v << 16), from_bits(b.v << 16), odd);
+}
+
+// Two vectors of neighbouring elements. In memory order for float and f16; a bf16 pair shares 32 bits, so there `a` holds
+// the even elements and `b` the odd ones. pair_slot() says which is where.
+struct F32x2 {
+  F32 a, b;
+};
+TIDEGATE_INLINE F32x2 load2(const bf16* p) {
+  const Bf16Pairs u = load_pairs(p);
+  return {from_bits(u.v << 16), from_bits(u.v & 0xffff0000u)};
+}
+template <class T>
+TIDEGATE_INLINE F32x2 load2(const T* p) {
+  return {load(p), load(p + kLanes)};
+}
+TIDEGATE_INLINE void store2(bf16* p, F32x2 v) {
+  const BitLanes u = (round_bits_bf16(v.a) >> 16) | (round_bits_bf16(v.b) & 0xffff0000u);
+  memcpy(p, &u, sizeof u);
+}
+template <class T>
+TIDEGATE_INLINE void store2(T* p, F32x2 v) {
+  store(p, v.a);
+  store(p + kLanes, v.b);
+}
+template <class T>
+TIDEGATE_INLINE void stream2(T* p, F32x2 v) {
+  store2(p, v);
 }
 
 }  // namespace tidegate::scalar
