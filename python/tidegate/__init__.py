@@ -1,0 +1,18 @@
+"""Tidegate: the operators of gated-delta + MoE models (Qwen3-Next, Qwen3.5, Qwen3.6 and relatives), fast on CPUs."""
+
+from tidegate._native import __version__, isa, ops, set_isa
+from tidegate.norm import RMSNormGated, rms_norm, rms_norm_gated
+from tidegate.report import report
+from tidegate.rope import partial_rope
+
+__all__ = [
+    "RMSNormGated",
+    "__version__",
+    "isa",
+    "ops",
+    "partial_rope",
+    "report",
+    "rms_norm",
+    "rms_norm_gated",
+    "set_isa",
+]

@@ -1,0 +1,159 @@
+"""Autograd kernels of the native operators. Wiring only; the arithmetic is in C++."""
+
+import torch
+from torch.library import register_autograd
+
+from tidegate._fake import names, wide
+
+ops = torch.ops.tidegate
+lib = torch.library.Library("tidegate", "IMPL")
+
+
+def _gradient(name, setup):
+    """Decorator for the backward function of tidegate::<name>; setup saves what it needs."""
+
+    def decorate(backward):
+        register_autograd(f"tidegate::{name}", backward, setup_context=setup)
+        return backward
+
+    return decorate
+
+
+def _add_rstd_gradient(dx, drstd, x, rstd, count):
+    """What comes in through rstd = (sum x^2 / count + eps)^-1/2. No model uses it; a wrong gradient would be silent."""
+    if drstd is None:
+        return dx
+    extra = (x * (drstd * rstd**3 / -max(count, 1))[..., None]).to(x.dtype)
+    return extra if dx is None else dx + extra
+
+
+def _conv_setup(ctx, inputs, keyword_only_inputs, output):
+    ctx.save_for_backward(*inputs)
+    ctx.options = {k: keyword_only_inputs[k] for k in ("activation", "head_num", "layout")}
+    ctx.y_shape = output[0].shape
+    ctx.set_materialize_grads(False)
+
+
+@_gradient("causal_conv1d_fwd", _conv_setup)
+def _(ctx, dy, dfinal):
+    x, weight, bias, initial_state, cu_seqlens = ctx.saved_tensors
+    dy = x.new_zeros(ctx.y_shape) if dy is None else dy
+    dfinal = None if dfinal is None or dfinal.numel() == 0 else dfinal
+    dx, dw, db, dh = ops.causal_conv1d_bwd(
+        dy, x, weight, bias, initial_state, dfinal, cu_seqlens=cu_seqlens, **ctx.options
+    )
+    db = db.to(bias.dtype) if bias is not None else None
+    return dx, dw.to(weight.dtype), db, dh if initial_state is not None else None, None
+
+
+def _gating_setup(ctx, inputs, keyword_only_inputs, output):
+    ctx.save_for_backward(*inputs)
+    ctx.options = {k: keyword_only_inputs[k] for k in ("beta_scale", "layout")}
+    ctx.beta_dtype = output[1].dtype
+    ctx.set_materialize_grads(False)
+
+
+@_gradient("gdn_gating_fwd", _gating_setup)
+def _(ctx, dg, dbeta):
+    a, b, A_log, dt_bias = ctx.saved_tensors
+    dg = a.new_zeros(a.shape, dtype=wide(a)) if dg is None else dg
+    dbeta = b.new_zeros(b.shape, dtype=ctx.beta_dtype) if dbeta is None else dbeta
+    da, db, dA_log, ddt_bias = ops.gdn_gating_bwd(dg, dbeta, a, b, A_log, dt_bias, **ctx.options)
+    return da, db, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype) if dt_bias is not None else None
+
+
+def _l2norm_setup(ctx, inputs, keyword_only_inputs, output):
+    ctx.save_for_backward(inputs[0], output[1])
+    ctx.set_materialize_grads(False)
+
+
+@_gradient("l2norm_fwd", _l2norm_setup)
+def _(ctx, dy, drstd):
+    x, rstd = ctx.saved_tensors
+    dx = None if dy is None else ops.l2norm_bwd(dy, x, rstd)
+    return _add_rstd_gradient(dx, drstd, x, rstd, 1)
+
+
+def _gated_setup(ctx, inputs, keyword_only_inputs, output):
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.options = {k: keyword_only_inputs[k] for k in ("activation", "rounding")}
+    ctx.set_materialize_grads(False)
+
+
+@_gradient("rms_norm_gated_fwd", _gated_setup)
+def _(ctx, dy, drstd):
+    x, z, weight, rstd = ctx.saved_tensors
+    dx, dz, dw = None, None, None
+    if dy is not None:
+        dx, dz, dw = ops.rms_norm_gated_bwd(dy, x, z, weight, rstd, **ctx.options)
+        dw = dw.to(weight.dtype) if weight is not None else None
+    return _add_rstd_gradient(dx, drstd, x, rstd, x.shape[-1]), dz, dw
+
+
+def _rms_setup(ctx, inputs, keyword_only_inputs, output):
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.set_materialize_grads(False)
+
+
+@_gradient("rms_norm_fwd", _rms_setup)
+def _(ctx, dy, drstd):
+    x, weight, rstd = ctx.saved_tensors
+    dx, dw = None, None
+    if dy is not None:
+        dx, dw = ops.rms_norm_bwd(dy, x, weight, rstd)
+        dw = dw.to(weight.dtype)
+    return _add_rstd_gradient(dx, drstd, x, rstd, x.shape[-1]), dw
+
+
+def _rope_setup(ctx, inputs, keyword_only_inputs, output):
+    ctx.save_for_backward(*inputs[1:])
+    ctx.options = dict(keyword_only_inputs)
+
+
+@_gradient("partial_rope_fwd", _rope_setup)
+def _(ctx, dy):
+    cos, sin = ctx.saved_tensors
+    if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+        raise RuntimeError("partial_rope_fwd: cos, sin: expected no gradient, got a request for one")
+    return ops.partial_rope_bwd(dy, cos, sin, **ctx.options), None, None
+
+
+def _refuse_gradient(name, reason):
+    def backward(ctx, *grads):
+        raise RuntimeError(f"{name}: {reason}")
+
+    register_autograd(f"tidegate::{name}", backward)
+
+
+def _refuse_grad_mode(name, overload):
+    """Operators that write into the caller's memory: inference only, and what they wrote gets a new version."""
+    op = getattr(getattr(ops, name), overload)
+    arguments = op._schema.arguments
+    written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+    def kernel(*args, **kwargs):
+        if torch.is_grad_enabled() and any(
+            isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())
+        ):
+            raise RuntimeError(
+                f"{name}: this form writes in place and is for inference only: use it under torch.no_grad()"
+            )
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            result = op(*args, **kwargs)
+        for i, target in written:
+            value = args[i] if i < len(args) else kwargs.get(target)
+            if value is not None and not value.is_inference():
+                torch.autograd.graph.increment_version(value)
+        return result
+
+    for key in ("Autograd", "ADInplaceOrView"):  # the second alone is reached in inference mode
+        lib.impl(op._name, kernel, key)
+
+
+for _name in names:
+    if _name.endswith("_bwd"):
+        _refuse_gradient(_name, "a gradient of a gradient (double backward) is not supported")
+    for _overload in getattr(ops, _name).overloads():
+        if getattr(getattr(ops, _name), _overload)._schema.is_mutable:
+            _refuse_grad_mode(_name, _overload)
+_refuse_gradient("mrope_cos_sin", "a gradient of the position tables is not supported")

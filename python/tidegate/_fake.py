@@ -1,0 +1,176 @@
+"""Fake kernels: shapes, dtypes and devices of every native operator, without computing anything."""
+
+import functools
+
+import torch
+from torch.library import register_fake
+
+ops = torch.ops.tidegate
+names = []  # every operator that has a fake kernel, in order
+
+
+def _check_devices(op, tensors):
+    """A stray device would otherwise pick a fake kernel for real tensors and hand out memory nobody wrote."""
+    first = None
+    for name, tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        first = first or (name, tensor.device)
+        if tensor.device != first[1]:
+            raise ValueError(f"{op}: {name}: expected device {first[1]} (as {first[0]}), got {tensor.device}")
+
+
+def _register(name, overload, shapes):
+    op = getattr(getattr(ops, name), overload)
+    positional = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
+
+    @functools.wraps(shapes)
+    def kernel(*args, **kwargs):
+        _check_devices(name, (*zip(positional, args, strict=False), *kwargs.items()))
+        return shapes(*args, **kwargs)
+
+    register_fake(op, kernel)
+
+
+def _fake(name):
+    """Decorator for the shapes of an operator. Its .out form, if there is one, writes only into what is given."""
+
+    def decorate(shapes):
+        names.append(name)
+        _register(name, "default", shapes)
+        if "out" in getattr(ops, name).overloads():
+            _register(name, "out", lambda *args, **kwargs: None)
+        return shapes
+
+    return decorate
+
+
+def wide(x):
+    """The dtype of statistics and sums."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _nothing(x, dtype=None):
+    return x.new_empty((0,), dtype=dtype or x.dtype)
+
+
+def _conv_sizes(x, layout):
+    if layout in ("BNSD", "NTD"):
+        heads, tokens, width = x.shape[-3:]
+        return tokens, heads * width
+    return x.shape[-2], x.shape[-1]
+
+
+def _conv_output(x, head_num, layout):
+    if head_num == 0:
+        return x.new_empty(x.shape)
+    tokens, channels = _conv_sizes(x, layout)
+    lead = (x.shape[0],) if layout in ("BSND", "BNSD") else ()
+    return x.new_empty((*lead, head_num, tokens, channels // head_num))
+
+
+@_fake("causal_conv1d_fwd")
+def _(
+    x,
+    weight,
+    bias=None,
+    initial_state=None,
+    cu_seqlens=None,
+    *,
+    activation=None,
+    head_num=0,
+    output_final_state=False,
+    state_len=0,
+    layout="BSND",
+):
+    y = _conv_output(x, head_num, layout)
+    if not output_final_state:
+        return y, _nothing(x)
+    rows = x.shape[0] if layout in ("BSND", "BNSD") else 1
+    count = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else rows
+    length = state_len or (initial_state.shape[2] if initial_state is not None else weight.shape[1] - 1)
+    return y, x.new_empty((count, _conv_sizes(x, layout)[1], length))
+
+
+@_fake("causal_conv1d_bwd")
+def _(dy, x, weight, bias=None, initial_state=None, dfinal_state=None, cu_seqlens=None, **_options):
+    sums = wide(x)
+    return (
+        x.new_empty(x.shape),
+        weight.new_empty(weight.shape, dtype=sums),
+        bias.new_empty(bias.shape, dtype=sums) if bias is not None else _nothing(x, sums),
+        initial_state.new_empty(initial_state.shape) if initial_state is not None else _nothing(x),
+    )
+
+
+@_fake("causal_conv1d_update")
+def _(x, conv_state, weight, bias=None, *, head_num=0, layout="TND", **_options):
+    return _conv_output(x, head_num, layout)
+
+
+@_fake("gdn_gating_fwd")
+def _(a, b, A_log, dt_bias=None, *, beta_scale=1.0, beta_dtype=None, layout="BSND"):
+    return a.new_empty(a.shape, dtype=wide(a)), b.new_empty(b.shape, dtype=beta_dtype or b.dtype)
+
+
+@_fake("gdn_gating_bwd")
+def _(dg, dbeta, a, b, A_log, dt_bias=None, **_options):
+    dA_log = A_log.new_empty(A_log.shape, dtype=wide(a))
+    ddt_bias = torch.empty_like(dA_log) if dt_bias is not None else _nothing(a, wide(a))
+    return a.new_empty(a.shape), b.new_empty(b.shape), dA_log, ddt_bias
+
+
+@_fake("l2norm_fwd")
+def _(x, *, eps=1e-6, out_dtype=None):
+    return x.new_empty(x.shape, dtype=out_dtype or x.dtype), x.new_empty(x.shape[:-1], dtype=wide(x))
+
+
+@_fake("l2norm_bwd")
+def _(dy, x, rstd, **_options):
+    return x.new_empty(x.shape)
+
+
+@_fake("rms_norm_gated_fwd")
+def _(x, z, weight, *, eps=1e-6, activation="silu", rounding="hf", out_memory=None):
+    y = x.new_empty(x.shape)
+    if out_memory == "swapped":
+        y = x.new_empty(x.transpose(-3, -2).shape).transpose(-3, -2)
+    return y, x.new_empty(x.shape[:-1], dtype=wide(x))
+
+
+@_fake("rms_norm_gated_bwd")
+def _(dy, x, z, weight, rstd, **_options):
+    dweight = x.new_empty((x.shape[-1],), dtype=wide(x)) if weight is not None else _nothing(x, wide(x))
+    return x.new_empty(x.shape), z.new_empty(z.shape), dweight
+
+
+@_fake("rms_norm_fwd")
+def _(x, weight, *, eps=1e-6):
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=wide(x))
+
+
+@_fake("rms_norm_bwd")
+def _(dy, x, weight, rstd):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=wide(x))
+
+
+@_fake("partial_rope_fwd")
+def _(x, cos, sin, **_options):
+    return x.new_empty(x.shape)
+
+
+@_fake("partial_rope_bwd")
+def _(dy, cos, sin, **_options):
+    return dy.new_empty(dy.shape)
+
+
+@_fake("mrope_cos_sin")
+def _(position_ids, inv_freq, section, *, scaling=1.0, dtype=torch.float32):
+    shape = (*position_ids.shape[-2:], 2 * inv_freq.shape[0])
+    return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
+
+
+@_fake("seqlens")
+def _(cu_seqlens=None, seq_idx=None, position_ids=None, *, tokens):
+    given = next(t for t in (cu_seqlens, seq_idx, position_ids) if t is not None)
+    return given.new_empty((tokens + 1,), dtype=torch.int32)

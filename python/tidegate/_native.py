@@ -1,0 +1,111 @@
+"""Loads the native library and hands its operators out with Python's exception types.
+
+`torch.ops.tidegate.<name>` raises every failed check as RuntimeError (torch 2.10: ValueError), because torch knows no
+other way for an operator of the stable ABI. `tidegate.ops.<name>` is the same operator with the same arguments; there
+the text arrives as ValueError, or as TypeError when it is about a dtype.
+"""
+
+import importlib.metadata
+import pathlib
+import re
+
+import torch
+
+try:
+    __version__ = importlib.metadata.version("tidegate")
+except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+    __version__ = "0+unknown"
+
+library_path = pathlib.Path(__file__).parent / "_tidegate.so"
+load_error = None
+
+try:
+    torch.ops.load_library(str(library_path))
+    import tidegate._autograd  # noqa: F401  (imports the fake kernels too)
+except (OSError, RuntimeError) as error:
+    load_error = f"{library_path}: {error.__cause__ or error}"
+
+
+def require():
+    """Raises if the native library is not there."""
+    if load_error is not None:
+        raise RuntimeError(f"tidegate: the native library is not loaded: {load_error}")
+
+
+NATIVE_ERRORS = (RuntimeError, ValueError)
+
+
+def _translate(error, op=""):
+    """The exception to raise instead of one that comes from a check of ours or of torch's call, or None."""
+    # Torch appends its own trace in some builds; a check's text is one line "<op>: <tensor>: expected ..., got ...".
+    line = str(error).split("\n", 1)[0]
+    if ": expected " in line and ", got " in line:
+        return (TypeError if ": expected dtype " in line else ValueError)(line)
+    wrong = re.search(r"Expected a value of type '(.*)' for argument '(.*)' but instead found type '(.*)'", line)
+    if wrong:
+        expected, argument, got = wrong.groups()
+        return TypeError(f"{op}: {argument}: expected type {expected}, got type {got}")
+    if isinstance(error, NotImplementedError) and "no tensor arguments" in line:
+        return ValueError(f"{op}: expected at least one tensor, got none")
+    return None
+
+
+class _Operator:
+    def __init__(self, name, overload="default"):
+        self._name = name
+        self._call = getattr(getattr(torch.ops.tidegate, name), overload)
+
+    def __call__(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return self._call(*args, **kwargs)
+        try:
+            return self._call(*args, **kwargs)
+        except NATIVE_ERRORS as error:
+            translated = _translate(error, self._name)
+            if translated is None:
+                raise
+            raise translated from None
+
+    @property
+    def out(self):
+        """The form that writes into tensors given by keyword."""
+        return _Operator(self._name, "out")
+
+
+class _Operators:
+    """Attribute access to every operator: tidegate.ops.l2norm_fwd(x)."""
+
+    def __getattr__(self, name):
+        require()
+        try:
+            operator = _Operator(name)
+        except AttributeError:
+            raise AttributeError(f"tidegate.ops has no operator {name!r}") from None
+        setattr(self, name, operator)
+        return operator
+
+
+ops = _Operators()
+
+
+def _about():
+    require()
+    version, active, available = torch.ops.tidegate.about().split(";")
+    return version, active, available.split(",")
+
+
+def isa():
+    """The instruction set in use: scalar, avx2, avx512 or avx512_bf16."""
+    try:
+        return _about()[1]
+    except NATIVE_ERRORS as error:
+        raise _translate(error) or error from None
+
+
+def set_isa(name):
+    """Uses another instruction set from now on (for tests and benchmarks). One that this CPU lacks is a ValueError."""
+    require()
+    try:
+        torch.ops.tidegate.set_isa(name)
+    except NATIVE_ERRORS as error:
+        raise _translate(error) or error from None

@@ -1,0 +1,43 @@
+"""tidegate.report(): what runs here, and why."""
+
+import os
+import platform
+
+import torch
+
+from tidegate import _native
+
+ENVIRONMENT = ("TIDEGATE_ISA", "TIDEGATE_NUM_THREADS")
+
+
+class Report(dict):
+    """A dict that prints as a table."""
+
+    def __str__(self):
+        width = max(len(key) for key in self)
+        return "\n".join(f"{key:<{width}}  {value}" for key, value in self.items())
+
+    __repr__ = __str__
+
+
+def report():
+    """Version, instruction sets, threads, torch, and which native library is loaded or why not."""
+    facts = Report(tidegate=_native.__version__)
+    if _native.load_error is None:
+        facts["native library"] = str(_native.library_path)
+        try:
+            version, active, available = _native._about()
+            facts["native version"] = version
+            facts["isa in use"] = active
+            facts["isa available"] = ", ".join(available)
+        except _native.NATIVE_ERRORS as error:  # TIDEGATE_ISA holds a name that this CPU does not have
+            facts["isa in use"] = f"none: {str(error).splitlines()[0]}"
+    else:
+        facts["native library"] = f"not loaded: {_native.load_error}"
+    facts["threads"] = f"{torch.get_num_threads()} (torch's pool)"
+    facts["torch"] = torch.__version__
+    facts["python"] = platform.python_version()
+    for name in ENVIRONMENT:
+        if os.environ.get(name):
+            facts[name] = os.environ[name]
+    return facts

@@ -1,0 +1,27 @@
+import pytest
+import torch
+
+import tidegate
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    """Every test starts with the same random numbers and leaves threads and instruction set as it found them."""
+    torch.manual_seed(0)
+    threads, isa = torch.get_num_threads(), tidegate.isa()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
+    tidegate.set_isa(isa)
+
+
+@pytest.fixture(params=tidegate.report()["isa available"].split(", "))
+def isa(request):
+    """Every instruction set that this CPU has, one after the other."""
+    tidegate.set_isa(request.param)
+    return request.param
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def dtype(request):
+    return request.param

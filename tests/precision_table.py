@@ -1,0 +1,122 @@
+"""Measures the error of every operator against fp64 and prints the table of docs/precision.md.
+
+usage: python tests/precision_table.py
+"""
+
+import golden
+import torch
+from compare import error
+
+import tidegate
+from tidegate import ops
+
+T, D, W, HV, V = 2048, 512, 4, 32, 128
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+CU = [0, 1, 66, 66, 700, T]
+
+# Bounds on the relative rms error: fp32 results, bf16 results. Rounding an exact result to bf16 costs 1.66e-3 by itself.
+BOUNDS = {
+    "causal_conv1d": ("2e-7, gradients 5e-7", "1.8e-3"),
+    "gdn_gating": ("3e-7, gradients 1e-6", "beta 1.8e-3"),
+    "l2norm": ("3e-7", "1.8e-3"),
+    "rms_norm_gated fp32": ("3e-7", "1.8e-3"),
+    "rms_norm": ("3e-7", "1.8e-3"),
+    "partial_rope fp32": ("2e-7", "1.8e-3"),
+}
+
+
+def pair(names, results, truths):
+    return {n: error(r, t) for n, r, t in zip(names, results, truths, strict=True)}
+
+
+def conv(dtype, rand):
+    x, w, b, h0 = rand(T, D), rand(D, W), rand(D), rand(len(CU) - 1, D, W)
+    dy, dht = rand(T, D), rand(len(CU) - 1, D, W)
+    cu = torch.tensor(CU)
+    kw = dict(cu_seqlens=cu, activation="silu", layout="TND")
+    y = ops.causal_conv1d_fwd(x, w, b, h0, **kw)[0]
+    grads = ops.causal_conv1d_bwd(dy, x, w, b, h0, dht, **kw)
+    x, w, b, h0, dy, dht = (t.double() for t in (x, w, b, h0, dy, dht))
+    truth = golden.causal_conv1d_fwd(x, w, b, CU, h0)[0]
+    wanted = golden.causal_conv1d_bwd(x, w, dy, b, CU, h0, dht)
+    return pair(("y", "dx", "dweight", "dbias", "dstate"), (y, *grads), (truth, *wanted))
+
+
+def gating(dtype, rand):
+    a, b, A_log, bias = rand(T, HV), rand(T, HV), torch.rand(HV), torch.randn(HV)
+    g, beta = ops.gdn_gating_fwd(a, b, A_log, bias, layout="TND")
+    dg, dbeta = torch.randn(T, HV), rand(T, HV)
+    grads = ops.gdn_gating_bwd(dg, dbeta, a, b, A_log, bias, layout="TND")
+    a, b, A_log, bias, dg, dbeta = (t.double() for t in (a, b, A_log, bias, dg, dbeta))
+    truth = golden.gdn_gating_fwd(a.T, b.T, A_log, bias)
+    wanted = golden.gdn_gating_bwd(a.T, b.T, A_log, dg.T, dbeta.T, bias)
+    turned = (*(t.T for t in truth), wanted[0].T, wanted[1].T, *wanted[2:])
+    return pair(("g", "beta", "da", "db", "dA_log", "ddt_bias"), (g, beta, *grads), turned)
+
+
+def l2norm(dtype, rand):
+    x, dy = rand(T, V), rand(T, V)
+    y, rstd = ops.l2norm_fwd(x)
+    dx = ops.l2norm_bwd(dy, x, rstd)
+    truth, r = golden.l2norm_fwd(x.double())
+    return pair(("y", "dx"), (y, dx), (truth, golden.l2norm_bwd(x.double(), r, dy.double())))
+
+
+def gated(rounding):
+    def run(dtype, rand):
+        x, z, w, dy = rand(T, V), rand(T, V), rand(V), rand(T, V)
+        y, rstd = ops.rms_norm_gated_fwd(x, z, w, rounding=rounding)
+        grads = ops.rms_norm_gated_bwd(dy, x, z, w, rstd, rounding=rounding)
+        x, z, w, dy = (t.double() for t in (x, z, w, dy))
+        truth, r = golden.rms_norm_gated_fwd(x, z, w)
+        return pair(("y", "dx", "dz", "dweight"), (y, *grads), (truth, *golden.rms_norm_gated_bwd(x, z, w, r, dy)))
+
+    return run
+
+
+def rms_norm(dtype, rand):
+    x, w, dy = rand(T, V), rand(V), rand(T, V)
+    y, rstd = ops.rms_norm_fwd(x, w)
+    grads = ops.rms_norm_bwd(dy, x, w, rstd)
+    x, w, dy = (t.double() for t in (x, w, dy))
+    truth, r = golden.rms_norm_fwd(x, w)
+    return pair(("y", "dx", "dweight"), (y, *grads), (truth, *golden.rms_norm_bwd(x, w, r, dy)))
+
+
+def rope(rounding):
+    def run(dtype, rand):
+        x, angle = rand(4, T, 256), torch.rand(T, 32) * 6.3
+        cos, sin = (torch.cat((f(angle),) * 2, -1).to(dtype) for f in (torch.cos, torch.sin))
+        y = ops.partial_rope_fwd(x, cos, sin, layout="NTD", rounding=rounding)
+        return pair(("y",), (y,), (golden.partial_rope_fwd(x.double(), cos.double(), sin.double()),))
+
+    return run
+
+
+CASES = {
+    "causal_conv1d": conv,
+    "gdn_gating": gating,
+    "l2norm": l2norm,
+    "rms_norm_gated fp32": gated("fp32"),
+    "rms_norm_gated hf": gated("hf"),
+    "rms_norm": rms_norm,
+    "partial_rope fp32": rope("fp32"),
+    "partial_rope hf": rope("hf"),
+}
+
+
+def main():
+    print(f"Measured with tidegate {tidegate.__version__} on `{tidegate.isa()}`, relative rms error against fp64.\n")
+    print("| operator | bound fp32 / bf16 | fp32 | bf16 | fp16 |\n|---|---|---|---|---|")
+    for name, case in CASES.items():
+        cells = []
+        for dtype in TYPES:
+            torch.manual_seed(0)
+            errors = case(dtype, lambda *shape, dtype=dtype: torch.randn(*shape).to(dtype))
+            cells.append("<br>".join(f"{key} {value:.1e}" for key, value in errors.items()))
+        bound = " / ".join(BOUNDS.get(name, ("as Transformers",)))
+        print(f"| {name} | {bound} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Every argument of every operator with wrong values: ValueError or TypeError that names operator, tensor, expected and
+got, and nothing written. An argument without a row fails in test_every_argument_has_a_row."""
+
+import pytest
+import torch
+from bad_input_rows import ROWS
+from compare import same_bits
+from samples import SAMPLES, arguments, operators, overload, samples, written
+
+import tidegate
+
+
+def form(name):
+    base, _, out = name.partition(".")
+    return getattr(tidegate.ops, base).out if out else getattr(tidegate.ops, base)
+
+
+def call_with(name, argument):
+    """Arguments of the first sample that has `argument`, by name; of the first one if none has it."""
+    torch.manual_seed(0)
+    calls = [arguments(overload(name), *call) for call in samples(name)]
+    given = next((c for c in calls if c.get(argument) is not None), calls[0])
+    return {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+
+
+def assert_refused(name, given, kind, text):
+    before = {k: v.clone() for k, v in given.items() if isinstance(v, torch.Tensor) and not v.is_meta}
+    with pytest.raises((ValueError, TypeError)) as caught:
+        form(name)(**given)
+    message = str(caught.value)
+    assert caught.type is kind, f"{caught.type.__name__}: {message}"
+    base = name.partition(".")[0]
+    assert message.startswith(f"{base}: ") and ": expected " in message and ", got " in message, message
+    assert text in message, f"{text!r} is not in {message!r}"
+    for argument, value in before.items():
+        assert same_bits(given[argument], value), f"{argument} was changed"
+
+
+def schema_arguments(name):
+    return {a.name for a in overload(name)._schema.arguments}
+
+
+def tensor_arguments(name):
+    """Names of the tensors among the arguments of all samples."""
+    calls = [arguments(overload(name), *call) for call in samples(name)]
+    return sorted({k for call in calls for k, v in call.items() if isinstance(v, torch.Tensor)})
+
+
+EXPANDED = [  # a row counts for the functional and for the .out form, where both have the argument
+    (name, *row[1:])
+    for row in ROWS
+    for name in ([row[0]] if "." in row[0] else [row[0], row[0] + ".out"])
+    if name in operators() and row[1] in schema_arguments(name)
+]
+
+
+@pytest.mark.parametrize("name, argument, wrong, kind, text", EXPANDED, ids=lambda v: v if isinstance(v, str) else "")
+def test_wrong_value(name, argument, wrong, kind, text):
+    given = call_with(name, argument)
+    given[argument] = wrong(given) if callable(wrong) else wrong
+    assert_refused(name, given, kind, text)
+
+
+@pytest.mark.parametrize("name", operators())
+def test_wrong_dtype_and_device(name):
+    for argument in tensor_arguments(name):
+        given = call_with(name, argument)
+        right = given[argument]
+        given[argument] = right.to(torch.int8 if right.is_floating_point() else torch.float32)
+        assert_refused(name, given, TypeError, "expected dtype")
+        given[argument] = right.to(torch.complex64)
+        assert_refused(name, given, TypeError, "expected dtype")
+        if sum(isinstance(v, torch.Tensor) for v in given.values()) > 1:
+            given[argument] = right.to("meta")
+            assert_refused(name, given, ValueError, "expected device")
+
+
+@pytest.mark.parametrize("name", operators())
+def test_missing_tensor(name):
+    for argument in overload(name)._schema.arguments:
+        if str(argument.type) == "Tensor":
+            given = {**call_with(name, argument.name), argument.name: None}
+            assert_refused(name, given, ValueError, "tensor, got none")
+
+
+@pytest.mark.parametrize("name", operators())
+def test_wrong_python_type(name):
+    for argument in overload(name)._schema.arguments:
+        given = {**call_with(name, argument.name), argument.name: object()}
+        with pytest.raises(TypeError, match=f"^{name.partition('.')[0]}: {argument.name}: expected type .*, got type"):
+            form(name)(**given)
+
+
+@pytest.mark.parametrize("name", [name for name in operators() if name.endswith(".out")])
+def test_outputs_do_not_share_memory(name):
+    """Every output in the memory of every other tensor of the same dtype that is large enough."""
+    tried = 0
+    for target in written(overload(name)):
+        base = call_with(name, target)
+        for other, value in base.items():
+            out = base[target]
+            if other == target or not isinstance(value, torch.Tensor) or value.dtype != out.dtype:
+                continue
+            large = torch.cat([value.flatten(), torch.ones(out.numel(), dtype=out.dtype)])
+            given = {**base, other: large[: value.numel()].view(value.shape)}
+            given[target] = large[value.numel() - 1 : value.numel() - 1 + out.numel()].view(out.shape)
+            assert_refused(name, given, ValueError, "expected memory of its own, got an overlap with")
+            tried += 1
+    assert tried
+
+
+@pytest.mark.parametrize("name", [name for name in operators() if name.endswith(".out")])
+def test_outputs_do_not_repeat_elements(name):
+    for target in written(overload(name)):
+        given = call_with(name, target)
+        shape = given[target].shape
+        given[target] = torch.ones((1,) * (len(shape) - 1) + shape[-1:], dtype=given[target].dtype).expand(shape)
+        if len(shape) == 1:
+            given[target] = torch.ones(1, dtype=given[target].dtype).expand(shape)
+        assert_refused(name, given, ValueError, "expected")
+
+
+def test_every_argument_has_a_row():
+    assert {name.partition(".")[0] for name in operators()} == set(SAMPLES)
+    covered = {(name, argument) for name, argument, *_ in EXPANDED}
+    missing = [(n, a) for n in operators() for a in schema_arguments(n) if (n, a) not in covered]
+    assert not missing, missing
+    unknown = [row[:2] for row in ROWS if not any(row[1] == a for n, a, *_ in EXPANDED if n.startswith(row[0]))]
+    assert not unknown, unknown

@@ -1,0 +1,45 @@
+// From torch tensors to views, and back. Everything the operator files of this folder share.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "tidegate/tidegate.h"
+
+namespace tidegate::adapter {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Optional = std::optional<Tensor>;
+
+// The view of a tensor as it is. Throws for another device than the CPU, an unknown dtype, or too many dimensions.
+TensorView view(std::string_view op, std::string_view name, const Tensor& t);
+TensorView view(std::string_view op, std::string_view name, const Optional& t);  // absent stays absent
+
+// An input whose inner stride is not 1 is copied; `t` then holds the copy for as long as the view is used.
+TensorView dense(std::string_view op, std::string_view name, Tensor& t);
+TensorView dense(std::string_view op, std::string_view name, Optional& t);
+
+ScalarType scalar_type(DType dtype);
+DType dtype_of(std::string_view op, std::string_view name, ScalarType type);
+
+Tensor empty(std::vector<std::int64_t> sizes, ScalarType type);
+Tensor zeros(std::vector<std::int64_t> sizes, ScalarType type);
+inline Tensor nothing(ScalarType type) { return empty({0}, type); }  // an output that was not asked for
+Tensor empty_like(const TensorView& t);                                // dense, same sizes and dtype
+
+// A 1-D int32/int64/bool CPU tensor as a list.
+std::vector<std::int64_t> integers(std::string_view op, std::string_view name, const Tensor& t);
+std::vector<std::int64_t> integers(std::string_view op, std::string_view name, const Optional& t);
+
+// Boundaries of a call: cu_seqlens if given (one row only), else every row of x is one sequence.
+SeqLens boundaries(std::string_view op, const Optional& cu_seqlens, std::int64_t rows, std::int64_t tokens);
+
+}  // namespace tidegate::adapter
