@@ -1,0 +1,116 @@
+"""Tidegate through torch.ops.tidegate, the functional forms: it allocates its results as the peers do.
+
+More rows where they say something: "out" writes into memory that exists already, "fp32" rounds once where the default
+repeats Transformers' roundings.
+"""
+
+import torch
+
+from engines import Absent, Run
+
+PACKAGES = {"tidegate": None}
+LACKS = {kind: "not in this version" for kind in ("prefill", "decode", "train")}
+
+
+def load(threads):
+    import tidegate
+
+    tidegate.isa()  # raises when the native library did not load
+    torch.set_num_threads(threads)
+
+
+def about():
+    import tidegate
+
+    return f"isa {tidegate.isa()}"
+
+
+def _op(name):
+    try:
+        return getattr(torch.ops.tidegate, name)
+    except AttributeError:
+        raise Absent("not in this version") from None
+
+
+def _entry(name, arguments, names, shape=None, **fixed):
+    """Rows of a functional operator. arguments(x) -> positional ones; names: results in the operator's order, "" = not
+    compared. shape(x, result) brings a result into the reference's layout."""
+
+    def outputs(x, results):
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        return {n: shape(x, r) if shape else r for n, r in zip(names, results, strict=False) if n}
+
+    def plain(item, x, **more):
+        op, args = _op(name), arguments(x)
+        return Run(lambda: op(*args, **fixed, **more), lambda r: outputs(x, r), more.get("rounding", ""))
+
+    def into(item, x):
+        op, args = _op(name), arguments(x)
+        if "out" not in op.overloads():
+            raise Absent("no out form in this version")
+        written = [a.name for a in op.out._schema.arguments if a.is_out]
+        first = op(*args, **fixed)
+        first = first if isinstance(first, (tuple, list)) else (first,)
+        # An optional result that was not asked for comes back without elements; the out form leaves it out.
+        out = {n: r for n, r in zip(written, first, strict=True) if r.numel()}
+
+        def call():
+            op.out(*args, **fixed, **out)
+            return tuple(out.values())
+
+        return Run(call, lambda r: outputs(x, r), "into existing memory")
+
+    return {"": plain, "out": into}, plain
+
+
+def _once(rows, plain):
+    return rows | {"fp32": lambda item, x: plain(item, x, rounding="fp32")}
+
+
+def _conv_update(contiguous):
+    def build(item, x):
+        op, rows = _op("causal_conv1d_update"), x["x"][:, None]
+        state = x["state"].clone() if contiguous else x["state"].transpose(1, 2).contiguous().transpose(1, 2)
+        note = f"state stored as {'[B,D,3]' if contiguous else '[B,3,D]'}"
+        return Run(
+            lambda: op(rows, state, x["w"], None, activation="silu", layout="BSND"),
+            lambda y: {"y": y[:, 0], "state": state},
+            note,
+        )
+
+    return build
+
+
+def _rope_in_place(item, x):
+    op, rows = _op("partial_rope_fwd").out, x["x"].clone()
+
+    def call():
+        op(rows, x["cos"], x["sin"], y=rows)
+        return rows
+
+    return Run(call, lambda y: {"y": y.clone()}, "in place")
+
+
+_conv, _ = _entry("causal_conv1d_fwd", lambda x: (x["x"][None], x["w"]), ["y"], lambda x, r: r[0], activation="silu")
+_conv_bwd, _ = _entry(
+    "causal_conv1d_bwd",
+    lambda x: (x["dy"][None], x["x"][None], x["w"]),
+    ["dx", "dw"],
+    lambda x, r: r.reshape(x["w"].shape if r.shape[-1] == x["w"].shape[-1] else x["x"].shape),
+    activation="silu",
+)
+_gating, _ = _entry("gdn_gating_fwd", lambda x: (x["a"], x["b"], x["A_log"], x["dt_bias"]), ["g", "beta"])
+_l2norm, _ = _entry("l2norm_fwd", lambda x: (x["x"],), ["y"])
+_rms, _ = _entry("rms_norm_fwd", lambda x: (x["x"], x["w"]), ["y"], eps=1e-6)
+
+ENTRIES = {
+    "conv": _conv,
+    "conv_bwd": _conv_bwd,
+    "conv_update": {"": _conv_update(contiguous=False), "[B,D,3]": _conv_update(contiguous=True)},
+    "gating": _gating,
+    "l2norm": _l2norm,
+    "rms_norm": _rms,
+    "norm_gated": _once(*_entry("rms_norm_gated_fwd", lambda x: (x["x"], x["z"], x["w"]), ["y"])),
+    "rope": _once(*_entry("partial_rope_fwd", lambda x: (x["x"], x["cos"], x["sin"]), ["y"]))
+    | {"in place": _rope_in_place},
+}
