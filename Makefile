@@ -1,0 +1,62 @@
+# Every target does its own set-up from a fresh clone. `make help` lists them.
+.DEFAULT_GOAL := help
+VENV ?= .venv
+PYTHON ?= python3
+TORCH ?= torch
+BUILD ?= build
+JOBS ?= $(shell nproc)
+PY := $(VENV)/bin/python
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+system:
+	@./scripts/system_packages.sh cmake g++ make python3-venv libgtest-dev libbenchmark-dev ninja-build
+
+# The environment is made once and made again when what it must hold changes.
+$(VENV)/.ready: pyproject.toml scripts/venv.sh | system
+	@./scripts/venv.sh $(VENV) $(PYTHON) '$(TORCH)'
+
+install: $(VENV)/.ready  ## build the wheel and install it into $(VENV)
+	@$(PY) -m pip install --quiet --no-deps . && echo "installed into $(VENV)"
+
+cpp: | system  ## build the C++ library and its tests in $(BUILD)
+	@cmake -S . -B $(BUILD) -G Ninja -DTIDEGATE_BENCH=OFF > $(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+	@cmake --build $(BUILD) -j $(JOBS)
+
+test: cpp install  ## run all tests: CTest (GoogleTest) and pytest
+	@./scripts/run_tests.sh $(BUILD) $(PY)
+
+demo: install  ## operators on a real layer shape: time, error and ratio to stock PyTorch
+	@$(PY) examples/operators.py
+
+bench: install  ## Tidegate and the peers installed in $(VENV), side by side
+	@cmake -S . -B $(BUILD)-bench -G Ninja -DTIDEGATE_TESTS=OFF > /dev/null
+	@cmake --build $(BUILD)-bench --target tidegate_limits
+	@$(PY) bench/run.py --limits $(BUILD)-bench/bench/tidegate_limits
+
+bench-peers: | system  ## the same with every pip-installable peer, in an environment of its own
+	@./bench/peers.sh .venv-peers
+
+test-matrix: | system  ## one build, loaded and tested in torch 2.10, 2.12 and the newest
+	@./scripts/test_matrix.sh $(PYTHON) 2.10.0 2.12.1 newest
+
+test-emulated: | system  ## the AVX-512 kernels on any AVX2 CPU, through a translation of their intrinsics
+	@./scripts/system_packages.sh libsimde-dev
+	@cmake -S . -B $(BUILD)-emulated -G Ninja -DTIDEGATE_BENCH=OFF -DTIDEGATE_EMULATE_AVX512=ON > /dev/null
+	@cmake --build $(BUILD)-emulated -j $(JOBS)
+	@ctest --test-dir $(BUILD)-emulated --output-on-failure -j $(JOBS)
+
+asan: | system  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@./scripts/sanitize.sh $(BUILD)-asan address,undefined $(JOBS)
+
+tsan: | system  ## C++ tests under ThreadSanitizer
+	@./scripts/sanitize.sh $(BUILD)-tsan thread $(JOBS)
+
+lint: $(VENV)/.ready  ## clang-format, clang-tidy, ruff
+	@./scripts/lint.sh $(PY) $(BUILD)-lint
+
+clean:  ## remove everything that was built
+	@rm -rf build build-* .venv .venv-* dist *.log
+
+.PHONY: help system install cpp test demo bench bench-peers test-matrix test-emulated asan tsan lint clean
