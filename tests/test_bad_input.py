@@ -1,6 +1,8 @@
 """Every argument of every operator with wrong values: ValueError or TypeError that names operator, tensor, expected and
 got, and nothing written. An argument without a row fails in test_every_argument_has_a_row."""
 
+import functools
+
 import pytest
 import torch
 from bad_input_rows import ROWS
@@ -15,12 +17,16 @@ def form(name):
     return getattr(tidegate.ops, base).out if out else getattr(tidegate.ops, base)
 
 
+@functools.cache
+def calls(name):
+    """The arguments of all samples, by name."""
+    return [arguments(overload(name), *call) for call in samples(name)]
+
+
 def call_with(name, argument):
-    """Arguments of the first sample that has `argument`, by name; of the first one if none has it."""
-    torch.manual_seed(0)
-    calls = [arguments(overload(name), *call) for call in samples(name)]
-    given = next((c for c in calls if c.get(argument) is not None), calls[0])
-    return {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    """A copy of the first sample that has `argument`; of the first one if none has it."""
+    given = next((call for call in calls(name) if call.get(argument) is not None), calls(name)[0])
+    return {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
 
 
 def assert_refused(name, given, kind, text):
@@ -42,8 +48,7 @@ def schema_arguments(name):
 
 def tensor_arguments(name):
     """Names of the tensors among the arguments of all samples."""
-    calls = [arguments(overload(name), *call) for call in samples(name)]
-    return sorted({k for call in calls for k, v in call.items() if isinstance(v, torch.Tensor)})
+    return sorted({k for call in calls(name) for k, v in call.items() if isinstance(v, torch.Tensor)})
 
 
 EXPANDED = [  # a row counts for the functional and for the .out form, where both have the argument

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from compare import assert_all_bits, assert_bits
+from compare import assert_all_bits
 
 import tidegate
 
@@ -160,8 +160,3 @@ print("child", status)
 
 def test_fork_after_use():
     assert python(FORK).strip() == "child 0"
-
-
-def test_results_survive_their_operator_and_inputs():
-    y = tidegate.ops.l2norm_fwd(torch.ones(3, 4))[0]
-    assert_bits("y", y, torch.full((3, 4), 0.5) * y[0, 0] / 0.5)

@@ -27,7 +27,8 @@ int main() {
 
   std::vector<float> packed(x.size());
   tidegate::causal_conv1d_fwd(contiguous(x.data(), DType::kF32, {T, D}), taps, {}, {},
-                              contiguous(packed.data(), DType::kF32, {T, D}), {}, tidegate::SeqLens::from_cu(cu, T), options);
+                              contiguous(packed.data(), DType::kF32, {T, D}), {}, tidegate::SeqLens::from_cu(cu, T),
+                              options);
 
   std::vector<float> alone(x.size());
   for (std::size_t n = 0; n + 1 < cu.size(); ++n) {

@@ -4,32 +4,32 @@
 #include "tidegate/isa.h"
 
 // Declares `name` in every ISA namespace (kernel.cpp defines it there) and a function name_for(isa) that picks one.
-#define TIDEGATE_KERNEL_TABLE(Table, name)                        \
-  namespace tidegate {                                            \
-  namespace scalar {                                              \
-  extern const Table name;                                        \
-  }                                                               \
-  namespace avx2 {                                                \
-  extern const Table name;                                        \
-  }                                                               \
-  namespace avx512 {                                              \
-  extern const Table name;                                        \
-  }                                                               \
-  namespace avx512_bf16 {                                         \
-  extern const Table name;                                        \
-  }                                                               \
-  inline const Table& name##_for(Isa isa) {                       \
-    switch (isa) {                                                \
-      case Isa::kAvx2:                                            \
-        return avx2::name;                                        \
-      case Isa::kAvx512:                                          \
-        return avx512::name;                                      \
-      case Isa::kAvx512Bf16:                                      \
-        return avx512_bf16::name;                                 \
-      default:                                                    \
-        return scalar::name;                                      \
-    }                                                             \
-  }                                                               \
+#define TIDEGATE_KERNEL_TABLE(Table, name)  \
+  namespace tidegate {                      \
+  namespace scalar {                        \
+  extern const Table name;                  \
+  }                                         \
+  namespace avx2 {                          \
+  extern const Table name;                  \
+  }                                         \
+  namespace avx512 {                        \
+  extern const Table name;                  \
+  }                                         \
+  namespace avx512_bf16 {                   \
+  extern const Table name;                  \
+  }                                         \
+  inline const Table& name##_for(Isa isa) { \
+    switch (isa) {                          \
+      case Isa::kAvx2:                      \
+        return avx2::name;                  \
+      case Isa::kAvx512:                    \
+        return avx512::name;                \
+      case Isa::kAvx512Bf16:                \
+        return avx512_bf16::name;           \
+      default:                              \
+        return scalar::name;                \
+    }                                       \
+  }                                         \
   }
 
 namespace tidegate {

@@ -49,9 +49,8 @@ inline void check_eps(std::string_view op, double eps) {
 template <class F>
 void for_row_tasks(std::int64_t rows, std::int64_t width, F run) {
   const std::int64_t step = rows_per_task(width);
-  parallel_for(task_count(rows, step), [&](std::int64_t task) {
-    run(task * step, std::min((task + 1) * step, rows), task);
-  });
+  parallel_for(task_count(rows, step),
+               [&](std::int64_t task) { run(task * step, std::min((task + 1) * step, rows), task); });
 }
 
 // Large, aligned outputs are written past the caches (see the convolution's partition.h for the reason of 16 MB).

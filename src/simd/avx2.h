@@ -183,8 +183,9 @@ TIDEGATE_INLINE F32 dot(F32 acc, Bf16Pairs a, Bf16Pairs b) {
                           _mm256_castsi256_ps(_mm256_slli_epi32(b.v, 16)), odd)};
 }
 
-// Two vectors of neighbouring elements. In memory order for float and f16; a bf16 pair shares 32 bits, so there `a` holds
-// the even elements and `b` the odd ones: one instruction each instead of a conversion. pair_slot() says which is where.
+// Two vectors of neighbouring elements. In memory order for float and f16; a bf16 pair shares 32 bits, so there `a`
+// holds the even elements and `b` the odd ones: one instruction each instead of a conversion. pair_slot() says which is
+// where.
 struct F32x2 {
   F32 a, b;
 };

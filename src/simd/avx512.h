@@ -146,8 +146,9 @@ TIDEGATE_INLINE F32 dot(F32 acc, Bf16Pairs a, Bf16Pairs b) {
 #endif
 }
 
-// Two vectors of neighbouring elements. In memory order for float and f16; a bf16 pair shares 32 bits, so there `a` holds
-// the even elements and `b` the odd ones: one instruction each instead of a conversion. pair_slot() says which is where.
+// Two vectors of neighbouring elements. In memory order for float and f16; a bf16 pair shares 32 bits, so there `a`
+// holds the even elements and `b` the odd ones: one instruction each instead of a conversion. pair_slot() says which is
+// where.
 struct F32x2 {
   F32 a, b;
 };
@@ -168,7 +169,8 @@ TIDEGATE_INLINE void store2(bf16* p, F32x2 v) {
   _mm512_storeu_si512(p, join_bf16(round_bits_bf16(v.a), round_bits_bf16(v.b)));
 }
 TIDEGATE_INLINE void stream2(bf16* p, F32x2 v) {
-  _mm512_stream_ps(reinterpret_cast<float*>(p), _mm512_castsi512_ps(join_bf16(round_bits_bf16(v.a), round_bits_bf16(v.b))));
+  _mm512_stream_ps(reinterpret_cast<float*>(p),
+                   _mm512_castsi512_ps(join_bf16(round_bits_bf16(v.a), round_bits_bf16(v.b))));
 }
 template <class T>
 TIDEGATE_INLINE void store2(T* p, F32x2 v) {

@@ -70,9 +70,10 @@ static constexpr int pair_slot(int i, const T*) {
 TIDEGATE_INLINE constexpr bool is_bf16(const bf16*) { return true; }
 TIDEGATE_INLINE constexpr bool is_bf16(const f16*) { return false; }
 
-// sigmoid and silu for results of 16 bits, several vectors step by step so that their chains overlap: an out-of-order core
-// holds only about two of these chains at a time by itself. x is replaced by numerator / (1 + e^-x). The relative error is
-// 3e-6 for bf16 and 2e-6 for f16, a hundredth of their rounding at the least; from -87 down the value of -87 stands.
+// sigmoid and silu for results of 16 bits, several vectors step by step so that their chains overlap: an out-of-order
+// core holds only about two of these chains at a time by itself. x is replaced by numerator / (1 + e^-x). The relative
+// error is 3e-6 for bf16 and 2e-6 for f16, a hundredth of their rounding at the least; from -87 down the value of -87
+// stands.
 template <bool kSilu, int N, class T>
 TIDEGATE_INLINE void gate_group(F32 (&x)[N], const T* type) {
   const F32 log2e = set1(-1.44269504f);

@@ -165,8 +165,8 @@ TIDEGATE_INLINE F32 dot(F32 acc, Bf16Pairs a, Bf16Pairs b) {
   return fma(from_bits(a.v << 16), from_bits(b.v << 16), odd);
 }
 
-// Two vectors of neighbouring elements. In memory order for float and f16; a bf16 pair shares 32 bits, so there `a` holds
-// the even elements and `b` the odd ones. pair_slot() says which is where.
+// Two vectors of neighbouring elements. In memory order for float and f16; a bf16 pair shares 32 bits, so there `a`
+// holds the even elements and `b` the odd ones. pair_slot() says which is where.
 struct F32x2 {
   F32 a, b;
 };

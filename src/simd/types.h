@@ -58,7 +58,7 @@ struct f16 {
   if (magnitude >= 0x477ff000u) {  // 65520 and above round to Inf
     return {static_cast<uint16_t>(sign | 0x7c00u)};
   }
-  if (magnitude < 0x38800000u) {  // below 2^-14: the result is a multiple of 2^-24
+  if (magnitude < 0x38800000u) {    // below 2^-14: the result is a multiple of 2^-24
     if (magnitude < 0x33000000u) {  // below 2^-25
       return {static_cast<uint16_t>(sign)};
     }

@@ -1,7 +1,8 @@
 // Causal convolution, backward. One task owns a block of channels and walks all sequences in order:
 //   e[t] = dy[t] act'(p[t])    dweight_j += e[t] x[t-(W-1)+j]    dbias += e[t]    dx[u] = sum_i w[W-1-i] e[u+i]
-// After step t the value dx[u], u = t-(W-1), is complete; u < 0 is the history, whose gradient goes to the initial state.
-// Four steps at a time inside a sequence, single ones at its ends; both do the same operations in the same order.
+// After step t the value dx[u], u = t-(W-1), is complete; u < 0 is the history, whose gradient goes to the initial
+// state. Four steps at a time inside a sequence, single ones at its ends; both do the same operations in the same
+// order.
 #pragma once
 
 namespace tidegate::TIDEGATE_ISA {
@@ -10,8 +11,8 @@ namespace {
 // Scratch rows of a task, each `pitch` floats: W-1 old e rows and kTokens new ones, W+1 block sums.
 template <int W>
 struct BackwardRows {
-  float* e;         // [W-1 + kTokens][pitch], row W-1+i is step i of the current tile
-  float* sums;      // [W+1][pitch]: dweight taps, then dbias
+  float* e;     // [W-1 + kTokens][pitch], row W-1+i is step i of the current tile
+  float* sums;  // [W+1][pitch]: dweight taps, then dbias
   int64_t pitch;
 };
 
@@ -89,7 +90,8 @@ void bwd_rows(const T* const* rows, const T* const* dy, const float* w, const Ba
 
 // dx of one sample: add the final state's gradient where it reaches, round, store.
 template <class T>
-void emit(const BwdArgs& a, int64_t sequence, const Span& span, int64_t u, const float* value, int64_t channel, int64_t n) {
+void emit(const BwdArgs& a, int64_t sequence, const Span& span, int64_t u, const float* value, int64_t channel,
+          int64_t n) {
   const int64_t L = span.end - span.begin;
   T* out = nullptr;
   int64_t step = 1;
@@ -105,7 +107,8 @@ void emit(const BwdArgs& a, int64_t sequence, const Span& span, int64_t u, const
   const int64_t column = a.dfinal.data != nullptr ? u - L + a.dfinal.length : -1;
   const T* extra = column >= 0 ? at<const T>(a.dfinal, sequence, channel, column) : nullptr;
   for (int64_t c = 0; c < n; ++c) {
-    const float sum = (value != nullptr ? value[c] : 0.0f) + (extra != nullptr ? widen(extra[c * a.dfinal.channel]) : 0.0f);
+    const float sum =
+        (value != nullptr ? value[c] : 0.0f) + (extra != nullptr ? widen(extra[c * a.dfinal.channel]) : 0.0f);
     narrow(sum, out + c * step);
   }
 }

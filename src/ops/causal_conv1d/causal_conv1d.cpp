@@ -85,7 +85,11 @@ void causal_conv1d_bwd(const TensorView& dy, const TensorView& x, const TensorVi
     check_same_shape(op, {"dinitial_state", dinitial_state}, {"initial_state", initial_state});
   }
   check_outputs(op, {{"dx", dx}, {"dweight", dweight}, {"dbias", dbias}, {"dinitial_state", dinitial_state}},
-                {{"dy", dy}, {"x", x}, {"weight", weight}, {"bias", bias}, {"initial_state", initial_state},
+                {{"dy", dy},
+                 {"x", x},
+                 {"weight", weight},
+                 {"bias", bias},
+                 {"initial_state", initial_state},
                  {"dfinal_state", dfinal_state}});
   if (x.dtype == DType::kF64) {
     reference_bwd<double>(dy, x, weight, bias, initial_state, dfinal_state, dx, dweight, dbias, dinitial_state, seq,

@@ -14,9 +14,9 @@ using namespace causal_conv1d;
 constexpr int kTokens = 4;
 
 // kCount outputs of 2 * kLanes channels at c from kCount + W - 1 rows; taps are added oldest first, after the bias.
-template <int W, int kCount, bool kSilu, bool kStream, class T>
+template <int W, int kCount, bool kSilu, class T>
 TIDEGATE_INLINE void conv_group(const T* const* rows, const float* w, int64_t pitch, T* const* out, int64_t c) {
-  constexpr int kSets = (kCount + 1) / 2;            // the gate works on two tokens at a time
+  constexpr int kSets = (kCount + 1) / 2;  // the gate works on two tokens at a time
   constexpr int kVectors = 2 * kCount / kSets;
   F32 p[kSets][kVectors];
   const float* bias = w + W * pitch + c;
@@ -43,7 +43,7 @@ TIDEGATE_INLINE void conv_group(const T* const* rows, const float* w, int64_t pi
     }
     for (int i = 0; i < kVectors / 2; ++i) {
       const F32x2 y = {p[s][2 * i], p[s][2 * i + 1]};
-      kStream ? stream2(out[2 * s + i] + c, y) : store2(out[2 * s + i] + c, y);
+      store2(out[2 * s + i] + c, y);
     }
   }
 }
@@ -65,24 +65,23 @@ TIDEGATE_INLINE void conv_vector(const T* const* rows, const float* w, int64_t p
 }
 
 template <int W, int kCount, bool kSilu, class T>
-void conv_rows(const T* const* rows, const float* w, int64_t pitch, T* const* out, int64_t n, Order order, bool streamed) {
+void conv_rows(const T* const* rows, const float* w, int64_t pitch, T* const* out, int64_t n, Order order) {
   int64_t c = 0;
-  if (order == Order::kPaired && streamed) {
-    for (; c + 2 * kLanes <= n; c += 2 * kLanes) {
-      conv_group<W, kCount, kSilu, true>(rows, w, pitch, out, c);
-    }
-  } else if (order == Order::kPaired) {
-    for (; c + 2 * kLanes <= n; c += 2 * kLanes) {
-      conv_group<W, kCount, kSilu, false>(rows, w, pitch, out, c);
-    }
+  for (; order == Order::kPaired && c + 2 * kLanes <= n; c += 2 * kLanes) {
+    conv_group<W, kCount, kSilu>(rows, w, pitch, out, c);
   }
-  for (; c < n; c += kLanes) {
-    if (c + kLanes <= n) {
-      conv_vector<W, kCount, kSilu>(rows, w, pitch, out, c, AllLanes{});
-    } else {
-      conv_vector<W, kCount, kSilu>(rows, w, pitch, out, c, FirstLanes{n - c});
-    }
+  for_lanes(n - c, [&](int64_t i, auto lanes) { conv_vector<W, kCount, kSilu>(rows, w, pitch, out, c + i, lanes); });
+}
+
+// A row on its way past the caches: whole vectors, then the rest as usual.
+template <class T>
+void stream_row(T* to, const T* from, int64_t n) {
+  constexpr int64_t kFloats = sizeof(float) / sizeof(T) * kLanes;  // elements of T in a vector of floats
+  int64_t c = 0;
+  for (; c + kFloats <= n; c += kFloats) {
+    stream(reinterpret_cast<float*>(to + c), load(reinterpret_cast<const float*>(from + c)));
   }
+  memcpy(to + c, from + c, static_cast<size_t>(n - c) * sizeof(T));
 }
 
 template <class T>
@@ -134,6 +133,7 @@ void conv_segment(const Grid& x, const Grid& y, const Tile& tile, const T* const
                   const float* w, int64_t pitch, Order order, bool streamed) {
   const T* rows[kTokens + W - 1];
   T* out[kTokens];
+  alignas(64) T staged[kTokens][kChannelBlock];
   const auto source = [&](int64_t t) {
     return t >= tile.begin ? at<const T>(x, tile.row, channel, t) : history[t - tile.begin + W - 1];
   };
@@ -142,17 +142,22 @@ void conv_segment(const Grid& x, const Grid& y, const Tile& tile, const T* const
     for (int r = 0; r < kTokens + W - 1; ++r) {
       rows[r] = source(t + r - (W - 1));
     }
+    // Rows of a wide tensor often lie a multiple of 4096 bytes apart; writing four of them at once makes the caches and
+    // the store buffer collide. A large result is therefore put together here and leaves row by row.
     for (int i = 0; i < kTokens; ++i) {
-      out[i] = at<T>(y, tile.row, channel, t + i);
+      out[i] = streamed ? staged[i] : at<T>(y, tile.row, channel, t + i);
     }
-    conv_rows<W, kTokens, kSilu, T>(rows, w, pitch, out, n, order, streamed);
+    conv_rows<W, kTokens, kSilu, T>(rows, w, pitch, out, n, order);
+    for (int i = 0; i < kTokens && streamed; ++i) {
+      stream_row(at<T>(y, tile.row, channel, t + i), staged[i], n);
+    }
   }
   for (; t < tile.last; ++t) {
     for (int r = 0; r < W; ++r) {
       rows[r] = source(t + r - (W - 1));
     }
     out[0] = at<T>(y, tile.row, channel, t);
-    conv_rows<W, 1, kSilu, T>(rows, w, pitch, out, n, order, streamed);
+    conv_rows<W, 1, kSilu, T>(rows, w, pitch, out, n, order);
   }
 }
 
@@ -284,8 +289,10 @@ void pack(const Weights& weights, int64_t channel, int64_t channel_end, bool pai
 
 namespace tidegate::TIDEGATE_ISA {
 
-#define TIDEGATE_WIDTHS(fn, T) {fn<T, 2>, fn<T, 3>, fn<T, 4>}
-#define TIDEGATE_ENTRY(fn) {TIDEGATE_WIDTHS(fn, float), TIDEGATE_WIDTHS(fn, bf16), TIDEGATE_WIDTHS(fn, f16)}
+#define TIDEGATE_WIDTHS(fn, T) \
+  { fn<T, 2>, fn<T, 3>, fn<T, 4> }
+#define TIDEGATE_ENTRY(fn) \
+  { TIDEGATE_WIDTHS(fn, float), TIDEGATE_WIDTHS(fn, bf16), TIDEGATE_WIDTHS(fn, f16) }
 extern const causal_conv1d::Kernels causal_conv1d_kernels = {TIDEGATE_ENTRY(fwd), TIDEGATE_ENTRY(update),
                                                              TIDEGATE_ENTRY(bwd), TIDEGATE_ENTRY(pack), 2 * kLanes};
 

@@ -17,7 +17,8 @@ inline constexpr int64_t kUpdateSequences = 8;
 // The backward sums this many tokens in fp32, then adds the block to an fp64 sum of the sequence.
 inline constexpr int64_t kSumBlock = 64;
 
-// A [B,T,D] or [B,n,T,D/n] tensor. Channel c of token t in row b stands at b*batch + (c / width)*head + t*token + c % width.
+// A [B,T,D] or [B,n,T,D/n] tensor. Channel c of token t in row b stands at b*batch + (c / width)*head + t*token + c %
+// width.
 struct Grid {
   void* data;
   int64_t batch, head, token;
@@ -37,8 +38,8 @@ struct Weights {
   const float* bias;  // [D]
 };
 
-// How the channels of a block stand in its packed weights: as in memory, or each full group of 2 * kLanes channels as the
-// data type's F32x2 has them (only bf16 differs). Then whole groups are computed at once.
+// How the channels of a block stand in its packed weights: as in memory, or each full group of 2 * kLanes channels as
+// the data type's F32x2 has them (only bf16 differs). Then whole groups are computed at once.
 enum class Order : uint8_t { kNatural, kPaired };
 
 // Tokens [first, last) of a sequence that owns [begin, end) of row `row`; channels [channel, channel_end).
@@ -90,7 +91,8 @@ struct Kernels {
   void (*update[kDataTypes][3])(const UpdateArgs&, const Tile&, const UpdateRow&, const float* weights) noexcept;
   void (*bwd[kDataTypes][3])(const BwdArgs&, const Span* sequences, int64_t count, int64_t channel, int64_t channel_end,
                              const float* weights, float* scratch, double* sums) noexcept;
-  // Packs channels [channel, channel_end); indexed by the type of the weights. pair_odd: the order is kPaired for bf16 data.
+  // Packs channels [channel, channel_end); indexed by the type of the weights. pair_odd: the order is kPaired for bf16
+  // data.
   void (*pack[kDataTypes][3])(const Weights&, int64_t channel, int64_t channel_end, bool pair_odd, float* out) noexcept;
   int64_t group;  // 2 * kLanes
 };

@@ -12,8 +12,8 @@ namespace tidegate::causal_conv1d {
 
 inline std::int64_t channel_blocks(std::int64_t channels) { return (channels + kChannelBlock - 1) / kChannelBlock; }
 
-// Outputs beyond this size will not be found in a cache by their reader; writing past the caches saves reading the lines
-// first. 16 MB: half of a 32 MB last-level cache, the other half holds what the reader needs besides.
+// Outputs beyond this size will not be found in a cache by their reader; writing past the caches saves reading the
+// lines first. 16 MB: half of a 32 MB last-level cache, the other half holds what the reader needs besides.
 inline constexpr std::int64_t kStreamBytes = std::int64_t{16} << 20;
 
 // Streaming stores need aligned addresses: every run of channels that x and y share must start at a cache line of y.
@@ -25,8 +25,8 @@ inline bool should_stream(const TensorView& y, const Grid& g, const Grid& x) {
   return rows_aligned && y.numel() * bytes > kStreamBytes;
 }
 
-// Whole groups can be used where every run of channels that x and y share is made of them (a run that ends with the last
-// channel may have a rest).
+// Whole groups can be used where every run of channels that x and y share is made of them (a run that ends with the
+// last channel may have a rest).
 inline Order order_of(const Grid& x, const Grid& y, std::int64_t channels, std::int64_t group) {
   const auto whole = [&](const Grid& g) { return g.width == channels || g.width % group == 0; };
   return whole(x) && whole(y) ? Order::kPaired : Order::kNatural;

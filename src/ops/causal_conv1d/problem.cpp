@@ -95,14 +95,14 @@ void write_final_state(const TensorView& x, const Grid& grid, const TensorView& 
   parallel_for(seq.count(), [&](std::int64_t n) {
     const Sequence& s = seq[n];
     for (std::int64_t sample = 0; sample < to.length; ++sample) {
-      const std::int64_t t = s.end - to.length + sample;  // token, or before the sequence: a column of the initial state
+      const std::int64_t t =
+          s.end - to.length + sample;  // token, or before the sequence: a column of the initial state
       const std::int64_t old = from.length + t - s.begin;
       for (std::int64_t c = 0; c < channels; ++c) {
         char* out = static_cast<char*>(to.data) +
                     (n * to.row + c * to.channel + sample * to.sample) * static_cast<std::int64_t>(bytes);
         if (t >= s.begin) {
-          const std::int64_t offset =
-              s.row * grid.batch + c / grid.width * grid.head + t * grid.token + c % grid.width;
+          const std::int64_t offset = s.row * grid.batch + c / grid.width * grid.head + t * grid.token + c % grid.width;
           std::memcpy(out, static_cast<const char*>(grid.data) + offset * static_cast<std::int64_t>(bytes), bytes);
         } else if (from.data != nullptr && old >= 0) {
           const std::int64_t offset = n * from.row + c * from.channel + old * from.sample;

@@ -1,4 +1,5 @@
-// The convolution in plain loops: the definition that the kernels are tested against, and the fp64 path of the operator.
+// The convolution in plain loops: the definition that the kernels are tested against, and the fp64 path of the
+// operator.
 #include <cmath>
 #include <vector>
 

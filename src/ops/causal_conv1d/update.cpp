@@ -33,8 +33,8 @@ void check_length(std::string_view name, const Span& values, std::int64_t count)
 }
 
 // The pool row of every sequence, -1 where the sequence is skipped. Every index is checked before memory is touched.
-std::vector<UpdateRow> check_rows(const Options& o, const SeqLens& seq, StateMode mode, std::int64_t slots, std::int64_t S,
-                                  std::int64_t W) {
+std::vector<UpdateRow> check_rows(const Options& o, const SeqLens& seq, StateMode mode, std::int64_t slots,
+                                  std::int64_t S, std::int64_t W) {
   check_length("cache_indices", o.cache_indices, seq.count());
   check_length("has_initial_state", o.has_initial_state, seq.count());
   check_length("num_accepted_tokens", o.num_accepted_tokens, seq.count());
@@ -58,8 +58,8 @@ std::vector<UpdateRow> check_rows(const Options& o, const SeqLens& seq, StateMod
             slots - 1, ", got ", row.slot);
       if (length > 0) {
         const auto [first, fresh] = owner.emplace(row.slot, n);
-        check(fresh, op, ": cache_indices[", n, "]: expected a row of its own, got ", row.slot, " as in [", first->second,
-              "]");
+        check(fresh, op, ": cache_indices[", n, "]: expected a row of its own, got ", row.slot, " as in [",
+              first->second, "]");
       }
     }
     if (mode == StateMode::kSpeculative && length > 0) {
@@ -100,8 +100,7 @@ void causal_conv1d_update(const TensorView& x, const TensorView& conv_state, con
   check_state(op, "conv_state", conv_state, x, p, conv_state.size(0), p.taps - 1);
   check_output_side(op, "y", y, x, p, options.layout, options.head_num);
   const StateMode mode = mode_of(options);
-  const std::vector<UpdateRow> rows =
-      check_rows(options, seq, mode, conv_state.size(0), conv_state.size(2), p.taps);
+  const std::vector<UpdateRow> rows = check_rows(options, seq, mode, conv_state.size(0), conv_state.size(2), p.taps);
   check_outputs(op, {{"y", y}, {"conv_state", conv_state}}, {{"x", x}, {"weight", weight}, {"bias", bias}});
 
   UpdateArgs args{};

@@ -51,7 +51,8 @@ void check_gate(std::string_view op, std::string_view name, const TensorView& t,
   check_inner_stride(op, {name, t});
 }
 
-void check_sum(std::string_view op, std::string_view name, const TensorView& t, const TensorView& a, std::int64_t heads) {
+void check_sum(std::string_view op, std::string_view name, const TensorView& t, const TensorView& a,
+               std::int64_t heads) {
   if (t.defined()) {
     check_shape(op, {name, t}, {heads});
     check_dtype(op, {name, t}, a.dtype == DType::kF64 ? DType::kF64 : DType::kF32);
@@ -99,13 +100,11 @@ void gdn_gating_fwd(const TensorView& a, const TensorView& b, const TensorView& 
   Args args = make_args(p, a, b, A_log, dt_bias, options, scratch);
   args.g = rows_of(g);
   args.beta = rows_of(beta);
-  const auto run =
-      gdn_gating_kernels_for(active_isa()).fwd[data_type_index(a.dtype)][data_type_index(beta.dtype)];
+  const auto run = gdn_gating_kernels_for(active_isa()).fwd[data_type_index(a.dtype)][data_type_index(beta.dtype)];
   const std::int64_t rows = row_count(a);
   const std::int64_t step = rows_per_task(args.width);
-  parallel_for(task_count(rows, step), [&](std::int64_t task) {
-    run(args, task * step, std::min((task + 1) * step, rows));
-  });
+  parallel_for(task_count(rows, step),
+               [&](std::int64_t task) { run(args, task * step, std::min((task + 1) * step, rows)); });
 }
 
 void gdn_gating_bwd(const TensorView& dg, const TensorView& dbeta, const TensorView& a, const TensorView& b,
@@ -146,8 +145,7 @@ void gdn_gating_bwd(const TensorView& dg, const TensorView& dbeta, const TensorV
     args.beta = rows_of(dbeta);
     args.da = rows_of(da);
     args.db = rows_of(db);
-    const auto run =
-        gdn_gating_kernels_for(active_isa()).bwd[data_type_index(a.dtype)][data_type_index(dbeta.dtype)];
+    const auto run = gdn_gating_kernels_for(active_isa()).bwd[data_type_index(a.dtype)][data_type_index(dbeta.dtype)];
     parallel_for(tasks, [&](std::int64_t task) {
       run(args, task * step, std::min((task + 1) * step, rows), partial + task * width);
     });

@@ -41,8 +41,8 @@ struct Head {
 };
 
 template <int N, class T, class U, class Lanes>
-TIDEGATE_INLINE void fwd_vectors(const Args& a, const Head& head, const T* pa, const T* pb, float* pg, U* pbeta, int64_t c,
-                                 Lanes lanes) {
+TIDEGATE_INLINE void fwd_vectors(const Args& a, const Head& head, const T* pa, const T* pb, float* pg, U* pbeta,
+                                 int64_t c, Lanes lanes) {
   F32 x[N];
   F32 s[N];
   for (int i = 0; i < N; ++i) {
@@ -78,8 +78,8 @@ struct Terms {
   F32 rate, bias;
 };
 template <class T, class U, class Lanes>
-TIDEGATE_INLINE Terms bwd_vector(const Args& a, const Head& head, const T* pa, const T* pb, const float* pdg, const U* pdbeta,
-                                 T* pda, T* pdb, int64_t c, Lanes lanes) {
+TIDEGATE_INLINE Terms bwd_vector(const Args& a, const Head& head, const T* pa, const T* pb, const float* pdg,
+                                 const U* pdbeta, T* pda, T* pdb, int64_t c, Lanes lanes) {
   const F32 rate = head.get(head.rate, c, lanes);
   const F32 dg = lanes.get(pdg + c);
   const Gate s = gate(lanes.get(pa + c) + head.get(head.dt_bias, c, lanes));
@@ -135,8 +135,10 @@ void bwd(const Args& a, int64_t first, int64_t last, double* sums) noexcept {
 
 }  // namespace
 
-#define TIDEGATE_PAIRS(fn, T) {fn<T, float>, fn<T, bf16>, fn<T, f16>}
-#define TIDEGATE_ENTRY(fn) {TIDEGATE_PAIRS(fn, float), TIDEGATE_PAIRS(fn, bf16), TIDEGATE_PAIRS(fn, f16)}
+#define TIDEGATE_PAIRS(fn, T) \
+  { fn<T, float>, fn<T, bf16>, fn<T, f16> }
+#define TIDEGATE_ENTRY(fn) \
+  { TIDEGATE_PAIRS(fn, float), TIDEGATE_PAIRS(fn, bf16), TIDEGATE_PAIRS(fn, f16) }
 extern const gdn_gating::Kernels gdn_gating_kernels = {TIDEGATE_ENTRY(fwd), TIDEGATE_ENTRY(bwd)};
 
 }  // namespace tidegate::TIDEGATE_ISA

@@ -8,13 +8,13 @@
 
 namespace tidegate::gdn_gating {
 
-// Token-major: a row is a token, its elements are the heads. Head-major: a row is a head of a batch row, its elements are
-// tokens; then `heads` rows follow each other before the batch advances.
+// Token-major: a row is a token, its elements are the heads. Head-major: a row is a head of a batch row, its elements
+// are tokens; then `heads` rows follow each other before the batch advances.
 struct Args {
-  Rows a, b, g, beta;            // forward outputs g, beta; backward inputs dg, dbeta
-  Rows da, db;                   // backward outputs, data null if not wanted
-  const float* rate;             // [HV] exp(A_log)
-  const float* dt_bias;          // [HV], zeros if there is none
+  Rows a, b, g, beta;    // forward outputs g, beta; backward inputs dg, dbeta
+  Rows da, db;           // backward outputs, data null if not wanted
+  const float* rate;     // [HV] exp(A_log)
+  const float* dt_bias;  // [HV], zeros if there is none
   int64_t width, heads;
   float beta_scale;
   bool head_major;

@@ -61,8 +61,8 @@ void bwd(const Args& a, int64_t first, int64_t last) noexcept {
       for_lanes(a.width, [&](int64_t c, auto lanes) { lanes.put(dx + c, zero()); });
       continue;
     }
-    const F32 along = set1(sum_lanes(
-        a.width, [&](int64_t c, auto lanes) { return lanes.get(dy + c) * (lanes.get(x + c) * rstd); }));
+    const F32 along =
+        set1(sum_lanes(a.width, [&](int64_t c, auto lanes) { return lanes.get(dy + c) * (lanes.get(x + c) * rstd); }));
     for_lanes(a.width, [&](int64_t c, auto lanes) {
       const F32 n = lanes.get(x + c) * rstd;
       lanes.put(dx + c, rstd * (lanes.get(dy + c) - n * along));
@@ -72,8 +72,10 @@ void bwd(const Args& a, int64_t first, int64_t last) noexcept {
 
 }  // namespace
 
-#define TIDEGATE_PAIRS(fn, T) {fn<T, float>, fn<T, bf16>, fn<T, f16>}
-#define TIDEGATE_ENTRY(fn) {TIDEGATE_PAIRS(fn, float), TIDEGATE_PAIRS(fn, bf16), TIDEGATE_PAIRS(fn, f16)}
+#define TIDEGATE_PAIRS(fn, T) \
+  { fn<T, float>, fn<T, bf16>, fn<T, f16> }
+#define TIDEGATE_ENTRY(fn) \
+  { TIDEGATE_PAIRS(fn, float), TIDEGATE_PAIRS(fn, bf16), TIDEGATE_PAIRS(fn, f16) }
 extern const l2norm::Kernels l2norm_kernels = {TIDEGATE_ENTRY(fwd), TIDEGATE_ENTRY(bwd)};
 
 }  // namespace tidegate::TIDEGATE_ISA

@@ -25,8 +25,9 @@ void l2norm_fwd(const TensorView& x, const TensorView& y, const TensorView& rstd
     l2norm::reference_fwd<double>(x, y, rstd, eps);
     return;
   }
-  const l2norm::Args args{rows_of(x),   rows_of(y),     rows_of(rstd, rstd.rank), Rows{}, x.size(-1),
-                          static_cast<float>(eps), false, should_stream_rows(y)};
+  const l2norm::Args args{rows_of(x), rows_of(y),           rows_of(rstd, rstd.rank),
+                          Rows{},     x.size(-1),           static_cast<float>(eps),
+                          false,      should_stream_rows(y)};
   const auto run = l2norm_kernels_for(active_isa()).fwd[data_type_index(x.dtype)][data_type_index(y.dtype)];
   for_row_tasks(row_count(x), args.width,
                 [&](std::int64_t first, std::int64_t last, std::int64_t) { run(args, first, last); });
@@ -50,7 +51,7 @@ void l2norm_bwd(const TensorView& dy, const TensorView& x, const TensorView& rst
     l2norm::reference_bwd<double>(dy, x, rstd, dx, zero_row_safe);
     return;
   }
-  const l2norm::Args args{rows_of(x), rows_of(dy), rows_of(rstd, rstd.rank), rows_of(dx), x.size(-1), 0.0f,
+  const l2norm::Args args{rows_of(x),    rows_of(dy), rows_of(rstd, rstd.rank), rows_of(dx), x.size(-1), 0.0f,
                           zero_row_safe, false};
   const auto run = l2norm_kernels_for(active_isa()).bwd[data_type_index(x.dtype)][data_type_index(dy.dtype)];
   for_row_tasks(row_count(x), args.width,

@@ -45,7 +45,9 @@ void run(const Args& a, int64_t first, int64_t last) noexcept {
 
 }  // namespace
 
-#define TIDEGATE_PAIRS(T) {run<T, float>, run<T, bf16>, run<T, f16>}
-extern const partial_rope::Kernels partial_rope_kernels = {{TIDEGATE_PAIRS(float), TIDEGATE_PAIRS(bf16), TIDEGATE_PAIRS(f16)}};
+#define TIDEGATE_PAIRS(T) \
+  { run<T, float>, run<T, bf16>, run<T, f16> }
+extern const partial_rope::Kernels partial_rope_kernels = {
+    {TIDEGATE_PAIRS(float), TIDEGATE_PAIRS(bf16), TIDEGATE_PAIRS(f16)}};
 
 }  // namespace tidegate::TIDEGATE_ISA

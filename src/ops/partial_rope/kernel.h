@@ -8,7 +8,8 @@
 
 namespace tidegate::partial_rope {
 
-// Row r of x and y is one head of one token. Its angles stand in row (r / per_token % tokens, r / per_row) of cos and sin.
+// Row r of x and y is one head of one token. Its angles stand in row (r / per_token % tokens, r / per_row) of cos and
+// sin.
 struct Args {
   Rows x, y;
   const void* cos;

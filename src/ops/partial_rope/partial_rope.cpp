@@ -124,8 +124,8 @@ void mrope_cos_sin(const TensorView& position_ids, const TensorView& inv_freq, c
       if (axis != 0 && i >= 3 * section[axis]) {
         axis = 0;
       }
-      const std::int64_t at = (axes ? axis * position_ids.stride(0) : 0) + b * position_ids.stride(-2) +
-                              t * position_ids.stride(-1);
+      const std::int64_t at =
+          (axes ? axis * position_ids.stride(0) : 0) + b * position_ids.stride(-2) + t * position_ids.stride(-1);
       // The angle is an fp32 product, as the models compute it: an fp64 angle differs by 7e-5 at position 3000.
       const float angle = static_cast<float>(read_element(position_ids, at)) *
                           static_cast<float>(read_element(inv_freq, i * inv_freq.strides[0]));

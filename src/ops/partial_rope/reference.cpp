@@ -41,7 +41,9 @@ void reference(const TensorView& x, const TensorView& cos, const TensorView& sin
   }
 }
 
-template void reference<double>(const TensorView&, const TensorView&, const TensorView&, const TensorView&, Layout, bool);
-template void reference<float>(const TensorView&, const TensorView&, const TensorView&, const TensorView&, Layout, bool);
+template void reference<double>(const TensorView&, const TensorView&, const TensorView&, const TensorView&, Layout,
+                                bool);
+template void reference<float>(const TensorView&, const TensorView&, const TensorView&, const TensorView&, Layout,
+                               bool);
 
 }  // namespace tidegate::partial_rope
