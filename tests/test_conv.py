@@ -130,6 +130,14 @@ def test_threads_do_not_change_bits(isa):
         assert_all_bits(run(p), want)
 
 
+def test_large_outputs_have_the_same_bits(isa):
+    """Beyond 16 MB results are written past the caches."""
+    x, w = torch.randn(2, 2100, 1024), torch.randn(1024, 4)
+    y = tidegate.ops.causal_conv1d_fwd(x, w, activation="silu")[0]
+    for row in range(2):
+        assert_bits("y", y[row : row + 1], tidegate.ops.causal_conv1d_fwd(x[row : row + 1], w, activation="silu")[0])
+
+
 def test_strides_do_not_change_bits():
     B, T, D = 2, 37, 24
     x, w, h, dy = torch.randn(B, T, D), torch.randn(D, 4), torch.randn(B, D, 4), torch.randn(B, T, D)

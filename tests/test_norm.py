@@ -156,6 +156,16 @@ def test_threads_do_not_change_bits(isa, norm):
 
 
 @every_norm
+def test_large_outputs_have_the_same_bits(isa, norm):
+    """Beyond 16 MB results are written past the caches."""
+    p = {k: torch.randn(4200, 1024) for k in ("x", "z")} | {"weight": torch.randn(1024)}
+    y = norm.call(*[p[name] for name in norm.inputs])[0]
+    for rows in (slice(0, 2100), slice(2100, 4200)):
+        half = norm.call(*[p[name] if name == "weight" else p[name][rows] for name in norm.inputs])[0]
+        assert_bits("y", y[rows], half)
+
+
+@every_norm
 def test_strides_do_not_change_bits(norm):
     p = {k: t.view(3, 10, 24) if k != "weight" else t for k, t in make(rows=30, width=24).items()}
     forms = {

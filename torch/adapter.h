@@ -33,7 +33,7 @@ DType dtype_of(std::string_view op, std::string_view name, ScalarType type);
 Tensor empty(std::vector<std::int64_t> sizes, ScalarType type);
 Tensor zeros(std::vector<std::int64_t> sizes, ScalarType type);
 inline Tensor nothing(ScalarType type) { return empty({0}, type); }  // an output that was not asked for
-Tensor empty_like(const TensorView& t);                                // dense, same sizes and dtype
+Tensor empty_like(const TensorView& t);                              // dense, same sizes and dtype
 
 // A 1-D int32/int64/bool CPU tensor as a list.
 std::vector<std::int64_t> integers(std::string_view op, std::string_view name, const Tensor& t);

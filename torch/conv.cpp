@@ -39,7 +39,8 @@ struct ConvCall {
 
 ConvCall conv_call(std::string_view op, Tensor& x, const Tensor& weight, const Optional& bias,
                    const Optional& initial_state, const Optional& cu_seqlens,
-                   const std::optional<std::string>& activation, std::int64_t head_num, const std::string& layout_name) {
+                   const std::optional<std::string>& activation, std::int64_t head_num,
+                   const std::string& layout_name) {
   const Layout layout = parse_layout(op, layout_name);
   const TensorView xv = dense(op, "x", x);
   const Sizes sizes = sizes_of(op, xv, layout);
@@ -78,12 +79,12 @@ void fwd_out(Tensor x, Tensor weight, Optional bias, Optional initial_state, Opt
              Optional final_state) {
   constexpr std::string_view op = "causal_conv1d_fwd";
   const ConvCall c = conv_call(op, x, weight, bias, initial_state, cu_seqlens, activation, head_num, layout);
-  causal_conv1d_fwd(c.x, c.weight, c.bias, c.initial_state, view(op, "y", y), view(op, "final_state", final_state), c.seq,
-                    c.options);
+  causal_conv1d_fwd(c.x, c.weight, c.bias, c.initial_state, view(op, "y", y), view(op, "final_state", final_state),
+                    c.seq, c.options);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(Tensor dy, Tensor x, Tensor weight, Optional bias, Optional initial_state,
-                                               Optional dfinal_state, Optional cu_seqlens,
+std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(Tensor dy, Tensor x, Tensor weight, Optional bias,
+                                               Optional initial_state, Optional dfinal_state, Optional cu_seqlens,
                                                std::optional<std::string> activation, std::int64_t head_num,
                                                std::string layout) {
   constexpr std::string_view op = "causal_conv1d_bwd";
@@ -127,7 +128,8 @@ void run_update(Tensor& x, const Tensor& conv_state, const Tensor& weight, const
   const auto accepted = integers(op, "num_accepted_tokens", num_accepted_tokens);
   const auto written = integers(op, "cache_seqlens", cache_seqlens);
   const std::vector<std::uint8_t> has_initial(initial.begin(), initial.end());
-  check(state_anchor == "tail" || state_anchor == "head", op, ": state_anchor: expected tail or head, got ", state_anchor);
+  check(state_anchor == "tail" || state_anchor == "head", op, ": state_anchor: expected tail or head, got ",
+        state_anchor);
   const auto given_but_empty = [&](std::string_view name, const Optional& t, std::size_t length) {
     check(!t.has_value() || length > 0 || c.seq.count() == 0, op, ": ", name, ": expected ", c.seq.count(),
           " entries (one per sequence), got 0");
@@ -154,9 +156,9 @@ void run_update(Tensor& x, const Tensor& conv_state, const Tensor& weight, const
 }
 
 Tensor update(Tensor x, Tensor conv_state, Tensor weight, Optional bias, Optional cu_seqlens, Optional cache_indices,
-              Optional has_initial_state, Optional num_accepted_tokens, Optional cache_seqlens, std::int64_t pad_slot_id,
-              std::string state_anchor, std::optional<std::string> activation, std::int64_t head_num,
-              std::string layout) {
+              Optional has_initial_state, Optional num_accepted_tokens, Optional cache_seqlens,
+              std::int64_t pad_slot_id, std::string state_anchor, std::optional<std::string> activation,
+              std::int64_t head_num, std::string layout) {
   Tensor y;
   run_update(x, conv_state, weight, bias, cu_seqlens, cache_indices, has_initial_state, num_accepted_tokens,
              cache_seqlens, pad_slot_id, state_anchor, activation, head_num, layout, nullptr, &y);
@@ -177,7 +179,8 @@ void update_out(Tensor x, Tensor conv_state, Tensor weight, Optional bias, Optio
 STABLE_TORCH_LIBRARY_FRAGMENT(tidegate, m) {
   m.def(
       "causal_conv1d_fwd(Tensor x, Tensor weight, Tensor? bias=None, Tensor? initial_state=None, "
-      "Tensor? cu_seqlens=None, *, str? activation=None, int head_num=0, bool output_final_state=False, int state_len=0, "
+      "Tensor? cu_seqlens=None, *, str? activation=None, int head_num=0, bool output_final_state=False, int "
+      "state_len=0, "
       "str layout='BSND') -> (Tensor y, Tensor final_state)");
   m.def(
       "causal_conv1d_fwd.out(Tensor x, Tensor weight, Tensor? bias=None, Tensor? initial_state=None, "

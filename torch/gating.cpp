@@ -18,8 +18,8 @@ std::tuple<Tensor, Tensor> fwd(Tensor a, Tensor b, Tensor A_log, Optional dt_bia
   const std::vector<std::int64_t> sizes(av.sizes, av.sizes + av.rank);
   Tensor g = empty(sizes, wide(av));
   Tensor beta = empty(sizes, beta_dtype.value_or(scalar_type(bv.dtype)));
-  gdn_gating_fwd(av, bv, view(op, "A_log", A_log), view(op, "dt_bias", dt_bias), view(op, "g", g), view(op, "beta", beta),
-                 options_of(op, beta_scale, layout));
+  gdn_gating_fwd(av, bv, view(op, "A_log", A_log), view(op, "dt_bias", dt_bias), view(op, "g", g),
+                 view(op, "beta", beta), options_of(op, beta_scale, layout));
   return {g, beta};
 }
 
@@ -43,7 +43,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(Tensor dg, Tensor dbeta, Tensor a
                                         : nothing(wide(av));
   gdn_gating_bwd(dense(op, "dg", dg), dense(op, "dbeta", dbeta), av, bv, logv, view(op, "dt_bias", dt_bias),
                  view(op, "da", da), view(op, "db", db), view(op, "dA_log", dA_log),
-                 dt_bias.has_value() ? view(op, "ddt_bias", ddt_bias) : TensorView{}, options_of(op, beta_scale, layout));
+                 dt_bias.has_value() ? view(op, "ddt_bias", ddt_bias) : TensorView{},
+                 options_of(op, beta_scale, layout));
   return {da, db, dA_log, ddt_bias};
 }
 

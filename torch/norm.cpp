@@ -82,8 +82,9 @@ std::tuple<Tensor, Tensor, Tensor> gated_bwd(Tensor dy, Tensor x, Tensor z, Opti
   Tensor dx = empty_like(xv);
   Tensor dz = empty_like(zv);
   Tensor dweight = weight.has_value() && xv.rank > 0 ? empty({xv.size(-1)}, wide(xv)) : nothing(wide(xv));
-  rms_norm_gated_bwd(dense(op, "dy", dy), xv, zv, view(op, "weight", weight), view(op, "rstd", rstd), view(op, "dx", dx),
-                     view(op, "dz", dz), weight.has_value() ? view(op, "dweight", dweight) : TensorView{},
+  rms_norm_gated_bwd(dense(op, "dy", dy), xv, zv, view(op, "weight", weight), view(op, "rstd", rstd),
+                     view(op, "dx", dx), view(op, "dz", dz),
+                     weight.has_value() ? view(op, "dweight", dweight) : TensorView{},
                      gated_options(op, 0.0, activation, rounding));
   return {dx, dz, dweight};
 }

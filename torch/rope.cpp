@@ -12,7 +12,8 @@ Tensor fwd(Tensor x, Tensor cos, Tensor sin, std::string layout, std::string rou
   constexpr std::string_view op = "partial_rope_fwd";
   const TensorView xv = dense(op, "x", x);
   Tensor y = empty_like(xv);
-  partial_rope_fwd(xv, dense(op, "cos", cos), dense(op, "sin", sin), view(op, "y", y), options_of(op, layout, rounding));
+  partial_rope_fwd(xv, dense(op, "cos", cos), dense(op, "sin", sin), view(op, "y", y),
+                   options_of(op, layout, rounding));
   return y;
 }
 

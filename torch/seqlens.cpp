@@ -62,8 +62,8 @@ Tensor seqlens(Optional cu_seqlens, Optional seq_idx, Optional position_ids, std
   return out;
 }
 
-// Facts for report(): version, ISA in use, ISAs available, separated by semicolons. Takes no tensor, so it is registered
-// for every backend.
+// Facts for report(): version, ISA in use, ISAs available, separated by semicolons. Takes no tensor, so it is
+// registered for every backend.
 std::string about() {
   std::string text = std::string(TIDEGATE_VERSION) + ";" + std::string(isa_name(active_isa())) + ";";
   for (const Isa isa : available_isas()) {
@@ -80,7 +80,8 @@ void choose_isa(std::string name) { set_isa(name); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY(tidegate, m) {
-  m.def("seqlens(Tensor? cu_seqlens=None, Tensor? seq_idx=None, Tensor? position_ids=None, *, SymInt tokens) -> Tensor");
+  m.def(
+      "seqlens(Tensor? cu_seqlens=None, Tensor? seq_idx=None, Tensor? position_ids=None, *, SymInt tokens) -> Tensor");
   m.def("about() -> str");
   m.def("set_isa(str name) -> ()");
 }

@@ -1,4 +1,5 @@
-// Depthwise causal convolution over packed or batched sequences: forward, backward, and the in-place update for serving.
+// Depthwise causal convolution over packed or batched sequences: forward, backward, and the in-place update for
+// serving.
 //
 // Letters: B rows, T tokens, D channels, W taps (2, 3 or 4), N sequences, n heads, S = state length >= W-1.
 #pragma once
@@ -44,7 +45,7 @@ void causal_conv1d_bwd(const TensorView& dy, const TensorView& x, const TensorVi
 struct CausalConv1dUpdateOptions {
   Activation activation = Activation::kNone;
   std::int64_t head_num = 0;
-  Layout layout = Layout::kTND;  // kTND or kBSND
+  Layout layout = Layout::kTND;                       // kTND or kBSND
   std::span<const std::int64_t> cache_indices;        // [N] pool row of each sequence; empty = identity
   std::span<const std::uint8_t> has_initial_state;    // [N]; 0: the old row counts as zeros; empty = all 1
   std::span<const std::int64_t> num_accepted_tokens;  // [N]; selects speculative mode

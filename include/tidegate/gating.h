@@ -11,8 +11,8 @@ struct GdnGatingOptions {
 };
 
 // Computes: g = -exp(A_log) * softplus(a + dt_bias), fp32;  beta = beta_scale * sigmoid(b).
-//   a, b, g, beta  [B,T,HV] | [T,HV] | [B,HV,T] | [HV,T] by layout;  A_log, dt_bias [HV] any float type, dt_bias may be absent
-//   exp(A_log) = inf with softplus = 0 gives g = 0.
+//   a, b, g, beta  [B,T,HV] | [T,HV] | [B,HV,T] | [HV,T] by layout;  A_log, dt_bias [HV] any float type, dt_bias may be
+//   absent exp(A_log) = inf with softplus = 0 gives g = 0.
 void gdn_gating_fwd(const TensorView& a, const TensorView& b, const TensorView& A_log, const TensorView& dt_bias,
                     const TensorView& g, const TensorView& beta, const GdnGatingOptions& options = {});
 

@@ -1,4 +1,5 @@
-// The instruction sets that kernels are compiled for. Apart from cpu.h because kernel files include nothing of C++'s library.
+// The instruction sets that kernels are compiled for. Apart from cpu.h because kernel files include nothing of C++'s
+// library.
 #pragma once
 
 #include <stdint.h>

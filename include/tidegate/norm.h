@@ -16,8 +16,8 @@ void l2norm_fwd(const TensorView& x, const TensorView& y, const TensorView& rstd
 void l2norm_bwd(const TensorView& dy, const TensorView& x, const TensorView& rstd, const TensorView& dx,
                 bool zero_row_safe = false);
 
-// kHf repeats Transformers' roundings: n = round(x * rstd), m = round(weight * n) in the promoted type, y = round(m * act(z)).
-// kFp32 rounds once.
+// kHf repeats Transformers' roundings: n = round(x * rstd), m = round(weight * n) in the promoted type, y = round(m *
+// act(z)). kFp32 rounds once.
 enum class Rounding : std::uint8_t { kHf, kFp32 };
 Rounding parse_rounding(std::string_view op, std::string_view name);  // "hf", "fp32"
 

@@ -24,7 +24,8 @@ void partial_rope_bwd(const TensorView& dy, const TensorView& cos, const TensorV
 
 // Interleaved mRoPE tables: position_ids [3,B,T] (time, height, width) or [B,T] (all equal), inv_freq [R/2] fp32.
 // Frequency i takes axis 1 if i % 3 == 1 and i < 3 section[1], axis 2 if i % 3 == 2 and i < 3 section[2], else axis 0.
-// cos, sin [B,T,R]: angle = float(position) * inv_freq in fp32, times scaling, both halves equal, rounded to their type.
+// cos, sin [B,T,R]: angle = float(position) * inv_freq in fp32, times scaling, both halves equal, rounded to their
+// type.
 void mrope_cos_sin(const TensorView& position_ids, const TensorView& inv_freq, const std::int64_t section[3],
                    double scaling, const TensorView& cos, const TensorView& sin);
 

@@ -36,8 +36,8 @@ class SeqLens {
   static SeqLens from_lengths(std::span<const std::int64_t> lengths, std::string_view op = "seqlens");
   // A change of value starts a sequence; ids need not be consecutive but must not come back.
   static SeqLens from_seq_idx(std::span<const std::int64_t> seq_idx, std::string_view op = "seqlens");
-  // axes == 1: text positions, a sequence starts where the position is not the previous one plus 1, and the new position
-  // must equal the very first one. axes == 3: mRoPE ids [3, T], a sequence starts where all three are 0.
+  // axes == 1: text positions, a sequence starts where the position is not the previous one plus 1, and the new
+  // position must equal the very first one. axes == 3: mRoPE ids [3, T], a sequence starts where all three are 0.
   static SeqLens from_position_ids(std::span<const std::int64_t> ids, int axes = 1, std::string_view op = "seqlens");
   // mask [rows, tokens] of 0/1, the ones of a row contiguous: sequence n = the ones of row n.
   static SeqLens from_mask(std::span<const std::int64_t> mask, std::int64_t rows, std::int64_t tokens,
