@@ -11,7 +11,7 @@ cpp=$(sed -nE 's/.*tests passed, ([0-9]+) tests? failed out of ([0-9]+).*/\1 \2/
 read -r cpp_failed cpp_total <<<"${cpp:-1 1}"
 "$python" -m pytest -q 2>&1 | tee "$log"
 [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
-count() { sed -nE "s/.*[^0-9]?([0-9]+) $1.*/\1/p" "$log" | tail -n 1; }
+count() { grep -oE "[0-9]+ $1" "$log" | tail -n 1 | grep -oE '^[0-9]+'; }
 passed=$(count passed) failed=$(count failed) errors=$(count 'errors?') skipped=$(count skipped)
 echo "$((cpp_total - cpp_failed + ${passed:-0})) passed, $((cpp_failed + ${failed:-0} + ${errors:-0})) failed, ${skipped:-0} skipped"
 exit $status
