@@ -1,0 +1,119 @@
+// Products of small matrices, kept in registers: a tile of R rows by kPanel columns.
+//
+// The right factor lies in panels: kPanel columns wide, row after row without gaps, so that one panel stays in the
+// first cache while the rows of the left factor pass by. Every element of a result is one chain of fused
+// multiply-adds in the order of the inner index. Its bits do not depend on which tile it stood in.
+#pragma once
+
+#include "simd/simd.h"
+
+namespace tidegate::TIDEGATE_ISA {
+
+// Accumulators + one row of the panel + one broadcast fill the register file: 12 + 2 + 1 of 16, 16 + 2 + 1 of 32.
+#if TIDEGATE_ISA_ID == 1
+constexpr int kTileRows = 2, kTileVectors = 1;
+#elif TIDEGATE_ISA_ID == 2
+constexpr int kTileRows = 6, kTileVectors = 2;
+#else
+constexpr int kTileRows = 8, kTileVectors = 2;
+#endif
+constexpr int kPanel = kTileVectors * kLanes;
+
+namespace {
+
+template <int R>
+struct Tile {
+  F32 v[R][kTileVectors];
+};
+
+// The left factor: element (r, k) stands at data[r * row + k * step].
+struct Left {
+  const float* data;
+  int64_t row, step;
+};
+
+template <int R>
+[[gnu::always_inline]] inline void clear(Tile<R>& t) {
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < kTileVectors; ++c) {
+      t.v[r][c] = zero();
+    }
+  }
+}
+
+// t += a b over n inner steps; b is a panel of n rows.
+template <int R>
+[[gnu::always_inline]] inline void add_product(Tile<R>& t, Left a, const float* b, int64_t n) {
+  for (int64_t k = 0; k < n; ++k) {
+    F32 row[kTileVectors];
+    for (int c = 0; c < kTileVectors; ++c) {
+      row[c] = load(b + c * kLanes);
+    }
+    for (int r = 0; r < R; ++r) {
+      const F32 x = set1(a.data[r * a.row]);
+      for (int c = 0; c < kTileVectors; ++c) {
+        t.v[r][c] = fma(x, row[c], t.v[r][c]);
+      }
+    }
+    a.data += a.step;
+    b += kPanel;
+  }
+}
+
+// t[r] = factor[r] * t[r]
+template <int R>
+[[gnu::always_inline]] inline void scale_rows(Tile<R>& t, const float* factor) {
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < kTileVectors; ++c) {
+      t.v[r][c] = set1(factor[r]) * t.v[r][c];
+    }
+  }
+}
+
+template <int R>
+[[gnu::always_inline]] inline void load_tile(Tile<R>& t, const float* panel) {
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < kTileVectors; ++c) {
+      t.v[r][c] = load(panel + r * kPanel + c * kLanes);
+    }
+  }
+}
+
+// Rows of a panel, or of any matrix with `pitch` elements from row to row.
+template <int R>
+[[gnu::always_inline]] inline void store_tile(const Tile<R>& t, float* to, int64_t pitch = kPanel) {
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < kTileVectors; ++c) {
+      store(to + r * pitch + c * kLanes, t.v[r][c]);
+    }
+  }
+}
+
+// The number of rows of a tile as a type, so that a generic lambda can use it as a constant.
+template <int R>
+struct TileRows {
+  static constexpr int value = R;
+};
+
+template <int R, class Body>
+[[gnu::always_inline]] inline void last_tile(int64_t first, int64_t rows, Body& body) {
+  if constexpr (R > 0) {
+    if (rows == R) {
+      body(first, TileRows<R>{});
+    } else {
+      last_tile<R - 1>(first, rows, body);
+    }
+  }
+}
+
+// body(first row, TileRows<R>) for tiles that cover the rows [first, last): whole ones, then what is left.
+template <class Body>
+[[gnu::always_inline]] inline void for_tiles(int64_t first, int64_t last, Body body) {
+  for (; first + kTileRows <= last; first += kTileRows) {
+    body(first, TileRows<kTileRows>{});
+  }
+  last_tile<kTileRows - 1>(first, last - first, body);
+}
+
+}  // namespace
+}  // namespace tidegate::TIDEGATE_ISA
