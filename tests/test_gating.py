@@ -100,7 +100,7 @@ def test_tokens_do_not_see_each_other(isa):
 
 
 def test_threads_do_not_change_bits(isa):
-    p = make(T=20000, HV=32, dtype=torch.bfloat16)
+    p = make(T=20000, HV=32, dtype=torch.bfloat16, wdtype=torch.float32)
     torch.set_num_threads(1)
     want = run(p)
     for threads in (2, 3, 8):

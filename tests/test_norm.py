@@ -147,7 +147,7 @@ def test_leading_shapes_have_the_same_bits(norm):
 
 @every_norm
 def test_threads_do_not_change_bits(isa, norm):
-    p = make(rows=3000, width=256, dtype=torch.bfloat16)
+    p = make(rows=3000, width=256, dtype=torch.bfloat16, wdtype=torch.float32)
     torch.set_num_threads(1)
     want = run(norm, p)
     for threads in (2, 3, 8):
@@ -157,8 +157,7 @@ def test_threads_do_not_change_bits(isa, norm):
 
 @every_norm
 def test_large_outputs_have_the_same_bits(isa, norm):
-    """Beyond 16 MB results are written past the caches."""
-    p = {k: torch.randn(4200, 1024) for k in ("x", "z")} | {"weight": torch.randn(1024)}
+    p = {k: torch.randn(4200, 1024) for k in ("x", "z")} | {"weight": torch.randn(1024)}  # 17 MB: past the caches
     y = norm.call(*[p[name] for name in norm.inputs])[0]
     for rows in (slice(0, 2100), slice(2100, 4200)):
         half = norm.call(*[p[name] if name == "weight" else p[name][rows] for name in norm.inputs])[0]
@@ -239,8 +238,7 @@ def test_checkpoint_has_the_same_bits(norm):
     first, second = leaves(*[p[n] for n in norm.inputs]), leaves(*[p[n] for n in norm.inputs])
     norm.call(*first)[0].square().sum().backward()
     checkpoint(lambda *t: norm.call(*t)[0], *second, use_reentrant=False).square().sum().backward()
-    for name, a, b in zip(norm.inputs, first, second, strict=True):
-        assert_bits("d" + name, b.grad, a.grad)
+    assert_all_bits({i: t.grad for i, t in enumerate(second)}, {i: t.grad for i, t in enumerate(first)})
 
 
 @every_norm

@@ -106,6 +106,21 @@ TEST(CausalConv1dPartition, ChannelBlocks) {
   EXPECT_EQ(channel_blocks(8192), 16);
 }
 
+// Groups of channels need runs made of whole groups, in x and in y; only the last run of all may have a rest.
+TEST(CausalConv1dPartition, Order) {
+  using causal_conv1d::Order;
+  const auto paired = [](std::int64_t x_width, std::int64_t y_width, std::int64_t channels) {
+    const causal_conv1d::Grid x{nullptr, 0, 0, 0, x_width};
+    const causal_conv1d::Grid y{nullptr, 0, 0, 0, y_width};
+    return causal_conv1d::order_of(x, y, channels, 16) == Order::kPaired;
+  };
+  EXPECT_TRUE(paired(1030, 1030, 1030));
+  EXPECT_TRUE(paired(1024, 128, 1024));
+  EXPECT_TRUE(paired(64, 16, 128));
+  EXPECT_FALSE(paired(1030, 103, 1030));
+  EXPECT_FALSE(paired(8, 1024, 1024));
+}
+
 TEST(CausalConv1dPartition, StreamsOnlyLargeAlignedOutputs) {
   const auto streams = [](std::uintptr_t address, std::int64_t T, std::int64_t D, std::int64_t pitch,
                           std::int64_t heads) {
