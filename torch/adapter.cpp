@@ -9,7 +9,7 @@ void torch_backend(std::int64_t tasks, ParallelBody body, void* context) {
 }
 
 const bool installed = [] {
-  set_parallel_backend(torch_backend);
+  set_parallel_backend(torch_backend, [] { return static_cast<int>(torch::stable::get_num_threads()); });
   return true;
 }();
 

@@ -14,12 +14,17 @@ namespace tidegate {
 using ParallelBody = void (*)(void* context, std::int64_t first, std::int64_t last);
 using ParallelBackend = void (*)(std::int64_t tasks, ParallelBody body, void* context);
 
-// Installs another pool (the torch adapter installs torch's); nullptr brings back the library's own.
-void set_parallel_backend(ParallelBackend backend);
+// Installs another pool (the torch adapter installs torch's) and what tells its size; nullptr brings back the library's
+// own.
+void set_parallel_backend(ParallelBackend backend, int (*threads)() = nullptr);
 
 // Threads of the library's own pool. The default is the number of CPUs this process may use, or TIDEGATE_NUM_THREADS.
 void set_num_threads(int threads);
 int num_threads();
+
+// Threads that the next parallel_for may get, whoever's pool it is. For choosing how finely to cut work whose bits do
+// not depend on the cut.
+int parallel_threads();
 
 // Runs tasks through the backend. Around every range the floating-point control word is set to the default (round to
 // nearest, denormals kept) and restored afterwards, so results do not depend on the caller's FTZ/DAZ bits.

@@ -3,6 +3,7 @@
 
 #include "tidegate/conv.h"
 #include "tidegate/cpu.h"
+#include "tidegate/delta_rule.h"
 #include "tidegate/error.h"
 #include "tidegate/gating.h"
 #include "tidegate/norm.h"

@@ -159,6 +159,7 @@ std::mutex pool_mutex;
 Pool* pool = nullptr;                // leaked at exit on purpose: workers may still be asleep in it
 std::atomic<int> wanted_threads{0};  // 0 = not known yet; the pool follows at the next job
 std::atomic<ParallelBackend> installed{nullptr};
+std::atomic<int (*)()> installed_threads{nullptr};
 
 // A forked child has the memory of the pool but none of its threads: forget it, a new one is made on demand.
 void forget_pool_in_child() {
@@ -173,7 +174,15 @@ void run_alone(Job& job) {
 
 }  // namespace
 
-void set_parallel_backend(ParallelBackend backend) { installed.store(backend); }
+void set_parallel_backend(ParallelBackend backend, int (*threads)()) {
+  installed.store(backend);
+  installed_threads.store(threads);
+}
+
+int parallel_threads() {
+  const auto threads = installed_threads.load();
+  return threads != nullptr ? std::max(threads(), 1) : num_threads();
+}
 
 void set_num_threads(int threads) {
   check(threads >= 1 && threads <= 4096, "set_num_threads: threads: expected 1 to 4096, got ", threads);

@@ -1,0 +1,83 @@
+// The gates of one value head over one chunk: decays since the chunk's start, between its tokens, and to its end.
+//
+// A token whose gate is at or below kReset starts anew: nothing before it reaches it. gc_i is the sum of g since the
+// last such token, without that token's own g. It is summed in fp64 and kept as two floats, so that a difference
+// gc_i - gc_j has the error of one fp32 rounding however long the sum is.
+#pragma once
+
+#include "ops/chunk_gated_delta_rule/kernel.h"
+#include "simd/lanes.h"
+
+namespace tidegate::TIDEGATE_ISA {
+namespace {
+
+using chunk_gated_delta_rule::Args;
+using chunk_gated_delta_rule::kChunk;
+using chunk_gated_delta_rule::kReset;
+
+struct Gates {
+  float high[kChunk], low[kChunk];  // gc
+  float beta[kChunk];
+  float from_start[kChunk];  // e^gc, decay of the incoming state up to this token
+  int64_t first[kChunk];     // the earliest token of the chunk that reaches this one: 0, or that of the last reset
+  bool reset[kChunk];        // a reset at or before this token: the incoming state does not reach it
+  bool any_reset;
+};
+
+// n values of a gate tensor of any float type, one `step` after the other.
+inline void read_gates(const void* data, int type, int64_t offset, int64_t step, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t at = offset + i * step;
+    out[i] = type == 0   ? static_cast<const float*>(data)[at]
+             : type == 1 ? widen(static_cast<const bf16*>(data)[at])
+                         : widen(static_cast<const f16*>(data)[at]);
+  }
+}
+
+inline void make_gates(const Args& a, int64_t row, int64_t begin, int64_t L, int64_t head, Gates& s) {
+  float g[kChunk];
+  read_gates(a.g.data, a.g_type, row * a.g.row + begin * a.g.token + head * a.g.head, a.g.token, L, g);
+  read_gates(a.beta.data, a.beta_type, row * a.beta.row + begin * a.beta.token + head * a.beta.head, a.beta.token, L,
+             s.beta);
+  if (a.rate != nullptr) {
+    const F32 rate = set1(a.rate[head]);
+    const F32 bias = set1(a.dt_bias[head]);
+    for_lanes(L, [&](int64_t i, auto lanes) {
+      const F32 x = softplus(lanes.get(g + i) + bias);
+      // An infinite rate times a closed gate is 0.
+      lanes.put(g + i, zero() - select(equal(x, zero()), zero(), rate * x));
+    });
+  }
+  if (a.beta_sigmoid) {
+    for_lanes(
+        L, [&](int64_t i, auto lanes) { lanes.put(s.beta + i, set1(a.beta_scale) * sigmoid(lanes.get(s.beta + i))); });
+  }
+  double sum = 0.0;
+  int64_t first = 0;
+  s.any_reset = false;
+  for (int64_t i = 0; i < L; ++i) {
+    if (g[i] <= kReset) {
+      sum = 0.0;
+      first = i;
+      s.any_reset = true;
+    } else {
+      sum += static_cast<double>(g[i]);
+    }
+    s.high[i] = static_cast<float>(sum);
+    s.low[i] = static_cast<float>(sum - static_cast<double>(s.high[i]));
+    s.first[i] = first;
+    s.reset[i] = s.any_reset;
+  }
+  for_lanes(L, [&](int64_t i, auto lanes) { lanes.put(s.from_start + i, exp(lanes.get(s.high + i))); });
+}
+
+// weight[j] = factor[j] e^(gc_last - gc_j), the decay from token j to the end of token `last`.
+inline void to_end(const Gates& s, int64_t last, const float* factor, float* weight) {
+  for_lanes(last + 1, [&](int64_t j, auto lanes) {
+    const F32 gap = (set1(s.high[last]) - lanes.get(s.high + j)) + (set1(s.low[last]) - lanes.get(s.low + j));
+    lanes.put(weight + j, lanes.get(factor + j) * exp(gap));
+  });
+}
+
+}  // namespace
+}  // namespace tidegate::TIDEGATE_ISA

@@ -1,0 +1,34 @@
+// The arguments of the fused operator, checked and put into one shape. Shared with the reference.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "base/delta_checks.h"
+#include "tidegate/delta_rule.h"
+
+namespace tidegate::chunk_gated_delta_rule {
+
+struct Problem {
+  DeltaSizes sizes;
+  Layout layout, out_layout;
+  double scale;
+  std::vector<std::int64_t> slots;  // of every sequence in the states; -1: the sequence is skipped
+};
+
+struct Tensors {
+  TensorView q, k, v, g, beta, initial_state, o, final_state, snapshots;
+};
+
+// v and, with o, q may be absent only where the caller says so (gdn_segment_map).
+Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq,
+                   const ChunkGatedDeltaRuleOptions& options);
+
+// The token recurrence in plain loops; the arguments are checked already.
+template <class Acc>
+void reference_fwd(const Problem& p, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options);
+
+// Checked arguments to the kernels, or to the reference for fp64.
+void run(const Problem& p, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options);
+
+}  // namespace tidegate::chunk_gated_delta_rule
