@@ -167,6 +167,6 @@ void chunk_gated_delta_rule_fwd(const TensorView& q, const TensorView& k, const 
   run(check_call("chunk_gated_delta_rule_fwd", t, seq, options), t, seq, options);
 }
 
-std::int64_t chunk_size() { return chunk_gated_delta_rule::kChunk; }
+std::int64_t chunk_size() { return chunk_gated_delta_rule_kernels_for(active_isa()).chunk; }
 
 }  // namespace tidegate

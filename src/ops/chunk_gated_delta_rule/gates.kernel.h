@@ -7,13 +7,17 @@
 
 #include "ops/chunk_gated_delta_rule/kernel.h"
 #include "simd/lanes.h"
+#include "simd/tile.h"
 
 namespace tidegate::TIDEGATE_ISA {
 namespace {
 
 using chunk_gated_delta_rule::Args;
-using chunk_gated_delta_rule::kChunk;
 using chunk_gated_delta_rule::kReset;
+
+// Tokens of a chunk: four tiles. The products with the state cost 6KV operations a token whatever the chunk; those
+// inside a chunk grow with it and win nothing, since the state is in cache anyway. docs/design.md has measurements.
+constexpr int64_t kChunk = 4 * kTileRows;
 
 struct Gates {
   float high[kChunk], low[kChunk];  // gc

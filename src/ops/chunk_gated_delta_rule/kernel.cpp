@@ -198,6 +198,36 @@ inline void open_chunk(const Args& a, const Unit& u, Chunk& s) {
   }
 }
 
+// Rows of a tensor that lie far apart in memory are out of reach of the hardware's prefetching, so a share of the next
+// chunk is asked for while a column of this one is computed.
+template <class T>
+inline void prefetch_rows(const T* rows, int64_t step, int64_t first, int64_t last, int64_t width) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t r = first; r < last; ++r) {
+    for (int64_t c = 0; c < width; c += kLine) {
+      prefetch(rows + r * step + c);
+    }
+  }
+}
+template <class T>
+inline void prefetch_next(const Args& a, const Unit& u, const Chunk& s, int64_t column, int64_t panels) {
+  const int64_t begin = s.begin + kChunk;
+  const int64_t rows = u.end - begin < kChunk ? u.end - begin : kChunk;
+  if (rows <= 0) {
+    return;
+  }
+  const int64_t columns = u.last - u.first;
+  const int64_t first = rows * (column - u.first) / columns;
+  const int64_t last = rows * (column - u.first + 1) / columns;
+  prefetch_rows(at<const T>(a.k, u.row, begin, u.key_head), a.k.token, first, last, a.K);
+  if (a.o.data != nullptr) {
+    prefetch_rows(at<const T>(a.q, u.row, begin, u.key_head), a.q.token, first, last, a.K);
+  }
+  for (int64_t h = u.first / panels; a.v.data != nullptr && h <= (u.last - 1) / panels; ++h) {
+    prefetch_rows(at<const T>(a.v, u.row, begin, u.key_head * a.group + h), a.v.token, first, last, a.V);
+  }
+}
+
 inline void open_head(const Args& a, const Unit& u, int64_t head, Chunk& s) {
   make_gates(a, u.row, s.begin, s.L, head, s.gates);
   for_lanes(s.L, [&](int64_t i, auto lanes) {
@@ -250,6 +280,7 @@ void run(const Args& a, const Unit& u, float* memory) noexcept {
     open_chunk<T>(a, u, s);
     int64_t open = -1;
     for_columns([&](int64_t head, int64_t c0, float* state) {
+      prefetch_next<T>(a, u, s, (state - s.state) / (a.K * kPanel) + u.first, panels);
       if (head != open) {
         open_head(a, u, head, s);
         open = head;
@@ -290,6 +321,6 @@ void run(const Args& a, const Unit& u, float* memory) noexcept {
 }  // namespace
 
 extern const chunk_gated_delta_rule::Kernels chunk_gated_delta_rule_kernels = {
-    kPanel, workspace, {run<float>, run<bf16>, run<f16>}};
+    kChunk, kPanel, workspace, {run<float>, run<bf16>, run<f16>}};
 
 }  // namespace tidegate::TIDEGATE_ISA

@@ -8,9 +8,6 @@
 
 namespace tidegate::chunk_gated_delta_rule {
 
-// Tokens of a chunk. The products with the state cost 6KV operations a token whatever the chunk, those inside a chunk
-// grow with it, and so does their share of the register-resident work; docs/design.md has the measurements.
-inline constexpr int64_t kChunk = 64;
 // A gate at or below this resets the state: e^-104 is 0 in fp32.
 inline constexpr float kReset = -104.0f;
 
@@ -50,6 +47,7 @@ struct Unit {
 
 // Indexed by data type. Workspace: floats that a run needs for `columns` columns.
 struct Kernels {
+  int64_t chunk;  // tokens of a chunk
   int64_t panel;  // columns of V in a panel
   int64_t (*workspace)(const Args&, int64_t columns) noexcept;
   void (*run[kDataTypes])(const Args&, const Unit&, float* workspace) noexcept;
