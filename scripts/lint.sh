@@ -2,7 +2,7 @@
 # Formatting, C++ diagnostics, Python diagnostics. usage: lint.sh <python> <build folder>
 set -euo pipefail
 python=$1 build=$2
-"$python" -m pip install --quiet clang-format==16.0.6 clang-tidy==16.0.6
+"$python" -m pip install --quiet clang-format==16.0.6 clang-tidy==16.0.4
 bin=$(dirname "$python")
 mapfile -t sources < <(git ls-files '*.cpp' '*.h')
 "$bin/clang-format" --dry-run --Werror "${sources[@]}"

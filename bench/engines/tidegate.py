@@ -9,7 +9,7 @@ import torch
 from engines import Absent, Run
 
 PACKAGES = {"tidegate": None}
-LACKS = {kind: "not in this version" for kind in ("prefill", "decode", "train")}
+LACKS = {kind: "not in this version" for kind in ("decode", "train")}
 
 
 def load(threads):
@@ -91,6 +91,28 @@ def _rope_in_place(item, x):
     return Run(call, lambda y: {"y": y.clone()}, "in place")
 
 
+def _prefill(precision, into=False):
+    def build(item, x):
+        op = _op("chunk_gated_delta_rule_fwd")
+        packed = "lengths" in item.sizes
+        args = [x[n] for n in ("q", "k", "v", "g", "beta")]
+        more = dict(precision=precision, cu_seqlens=torch.tensor(item.cu, dtype=torch.int32) if packed else None)
+        note = f"precision {precision}"
+        if not into:
+            return Run(
+                lambda: op(*args, output_final_state=True, **more), lambda r: {"o": r[0], "S": r[1]}, note
+            )
+        o, S = torch.empty_like(x["v"]), torch.empty(len(item.lengths), item.sizes["HV"], 128, 128)
+
+        def call():
+            op.out(*args, **more, o=o, final_state=S)
+            return o, S
+
+        return Run(call, lambda r: {"o": r[0], "S": r[1]}, note + ", into existing memory")
+
+    return build
+
+
 _conv, _ = _entry("causal_conv1d_fwd", lambda x: (x["x"][None], x["w"]), ["y"], lambda x, r: r[0], activation="silu")
 _conv_bwd, _ = _entry(
     "causal_conv1d_bwd",
@@ -109,6 +131,7 @@ ENTRIES = {
     "conv_update": {"": _conv_update(contiguous=False), "[B,D,3]": _conv_update(contiguous=True)},
     "gating": _gating,
     "l2norm": _l2norm,
+    "prefill": {"": _prefill("fp32"), "out": _prefill("fp32", into=True), "bf16": _prefill("bf16")},
     "rms_norm": _rms,
     "norm_gated": _once(*_entry("rms_norm_gated_fwd", lambda x: (x["x"], x["z"], x["w"]), ["y"])),
     "rope": _once(*_entry("partial_rope_fwd", lambda x: (x["x"], x["cos"], x["sin"]), ["y"]))

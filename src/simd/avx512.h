@@ -133,6 +133,12 @@ TIDEGATE_INLINE F32 round_to(F32 a, const bf16*) {
 TIDEGATE_INLINE F32 round_to(F32 a, const f16* like) { return widen_lanes(narrow_lanes(a, like), like); }
 
 TIDEGATE_INLINE Bf16Pairs load_pairs(const bf16* p) { return {_mm512_loadu_si512(p)}; }
+// One pair in every lane.
+TIDEGATE_INLINE Bf16Pairs set1_pair(const bf16* p) {
+  int32_t pair;
+  memcpy(&pair, p, 4);
+  return {_mm512_set1_epi32(pair)};
+}
 // acc[i] + a[2i] b[2i] + a[2i+1] b[2i+1]. The odd products come first, as in the instruction,
 // which also takes denormals as 0.
 TIDEGATE_INLINE F32 dot(F32 acc, Bf16Pairs a, Bf16Pairs b) {

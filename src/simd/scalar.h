@@ -159,6 +159,12 @@ TIDEGATE_INLINE Bf16Pairs load_pairs(const bf16* p) {
   memcpy(&r.v, p, sizeof r.v);
   return r;
 }
+// One pair in every lane.
+TIDEGATE_INLINE Bf16Pairs set1_pair(const bf16* p) {
+  uint32_t pair;
+  memcpy(&pair, p, 4);
+  return {pair - BitLanes{}};
+}
 // acc[i] + a[2i] b[2i] + a[2i+1] b[2i+1]. The odd products come first, as in the instruction of AVX512-BF16.
 TIDEGATE_INLINE F32 dot(F32 acc, Bf16Pairs a, Bf16Pairs b) {
   const F32 odd = fma(from_bits(a.v & 0xffff0000u), from_bits(b.v & 0xffff0000u), acc);

@@ -60,6 +60,30 @@ template <int R>
   }
 }
 
+// The same with bf16 factors, two inner steps at a time: element pair (r, k) of the left one stands at
+// data[2 * (r * row + k * step)], and a row of b holds kPanel pairs. n counts pairs.
+struct LeftPairs {
+  const bf16* data;
+  int64_t row, step;
+};
+template <int R>
+[[gnu::always_inline]] inline void add_product(Tile<R>& t, LeftPairs a, const bf16* b, int64_t n) {
+  for (int64_t k = 0; k < n; ++k) {
+    Bf16Pairs row[kTileVectors];
+    for (int c = 0; c < kTileVectors; ++c) {
+      row[c] = load_pairs(b + 2 * c * kLanes);
+    }
+    for (int r = 0; r < R; ++r) {
+      const Bf16Pairs x = set1_pair(a.data + 2 * r * a.row);
+      for (int c = 0; c < kTileVectors; ++c) {
+        t.v[r][c] = dot(t.v[r][c], x, row[c]);
+      }
+    }
+    a.data += 2 * a.step;
+    b += 2 * kPanel;
+  }
+}
+
 // t[r] = factor[r] * t[r]
 template <int R>
 [[gnu::always_inline]] inline void scale_rows(Tile<R>& t, const float* factor) {

@@ -117,7 +117,9 @@ void run(const Problem& p, const Tensors& t, const SeqLens& seq, const ChunkGate
   for (const Piece& piece : pieces) {
     widest = std::max(widest, piece.last - piece.first);
   }
-  const auto kernel = kernels.run[data_type_index(t.k.dtype)];
+  const int type = data_type_index(t.k.dtype);
+  const bool narrow = options.precision == Precision::kBf16 && kernels.bf16.run[type] != nullptr;
+  const Path& path = narrow ? kernels.bf16 : kernels.fp32;
   const auto work = [&](const Piece& piece, float* workspace) {
     const auto n = static_cast<std::size_t>(piece.sequence);
     const Sequence& s = seq[piece.sequence];
@@ -137,7 +139,7 @@ void run(const Problem& p, const Tensors& t, const SeqLens& seq, const ChunkGate
                     piece.last,
                     lists.all.data() + lists.first[n],
                     static_cast<std::int64_t>(lists.first[n + 1] - lists.first[n])};
-    kernel(args, unit, workspace);
+    path.run[type](args, unit, workspace);
   };
   for (std::int64_t n = 0; n < seq.count(); ++n) {
     if (p.slots[static_cast<std::size_t>(n)] < 0 && t.o.defined()) {
@@ -149,7 +151,7 @@ void run(const Problem& p, const Tensors& t, const SeqLens& seq, const ChunkGate
   std::atomic<std::int64_t> next{0};
   parallel_for(std::min<std::int64_t>(count, parallel_threads()), [&](std::int64_t) {
     Scratch own;
-    float* workspace = own.floats(kernels.workspace(args, widest));
+    float* workspace = own.floats(path.workspace(args, widest));
     for (std::int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
       work(pieces[static_cast<std::size_t>(i)], workspace);
     }

@@ -23,7 +23,8 @@ TEST(ChunkGatedDeltaRule, PackedHasTheBitsOfSeparateCalls) {
                        .K = 40,
                        .V = 24,
                        .dtype = DType::kBF16,
-                       .layout = layout};
+                       .layout = layout,
+                       .precision = layout == Layout::kTND ? Precision::kFp32 : Precision::kBf16};
       const Rule r = make_rule(random, c);
       const RuleResult all = forward(r);
       std::int64_t begin = 0;
@@ -171,27 +172,36 @@ TEST(ChunkGatedDeltaRule, PoolIsChangedInPlace) {
 TEST(ChunkGatedDeltaRule, SnapshotsAnywhere) {
   for_each_isa([] {
     Random random;
-    Rule r = make_rule(random, {.lengths = {200, 3, 131}, .HK = 1, .G = 2, .K = 20, .V = 40, .slowest = 0.001});
-    r.g.set(2 * 100, -300.0);  // a reset on the way
-    const RuleResult plain = forward(r);
-    const SnapshotPoint points[] = {{2, 131}, {0, 64}, {0, 0}, {0, 128}, {0, 101}, {0, 100}, {0, 99},
-                                    {0, 200}, {1, 2},  {2, 1}, {0, 32},  {0, 96},  {0, 101}};
-    r.options.snapshot_at = points;
-    const RuleResult got = forward(r);
-    expect_same(got, plain);
-    const std::int64_t begins[] = {0, 200, 203};
-    for (std::int64_t m = 0; m < 13; ++m) {
-      const SnapshotPoint& at = points[m];
-      const std::int64_t b = begins[at.sequence];
-      const auto cut = [&](const Tensor& t) { return tokens_of(t, r.c.layout, b, b + at.tokens); };
-      Tensor ht(DType::kF32, r.c.states(1));
-      ChunkGatedDeltaRuleOptions options;
-      options.layout = r.c.layout;
-      const std::int64_t lengths[] = {at.tokens};
-      chunk_gated_delta_rule_fwd({}, cut(r.k), cut(r.v), cut(r.g), cut(r.beta),
-                                 part(r.h0, 0, at.sequence, at.sequence + 1), {}, ht, {},
-                                 SeqLens::from_lengths(lengths), options);
-      EXPECT_TRUE(same_bits(part(got.snapshots, 0, m, m + 1), ht)) << at.sequence << " " << at.tokens;
+    for (const Precision precision : {Precision::kFp32, Precision::kBf16}) {
+      Rule r = make_rule(random, {.lengths = {200, 3, 131},
+                                  .HK = 1,
+                                  .G = 2,
+                                  .K = 20,
+                                  .V = 40,
+                                  .dtype = DType::kBF16,
+                                  .precision = precision,
+                                  .slowest = 0.001});
+      r.g.set(2 * 100, -300.0);  // a reset on the way
+      const RuleResult plain = forward(r);
+      const SnapshotPoint points[] = {{2, 131}, {0, 64}, {0, 0}, {0, 128}, {0, 101}, {0, 100}, {0, 99},
+                                      {0, 200}, {1, 2},  {2, 1}, {0, 32},  {0, 96},  {0, 101}};
+      r.options.snapshot_at = points;
+      const RuleResult got = forward(r);
+      expect_same(got, plain);
+      const std::int64_t begins[] = {0, 200, 203};
+      for (std::int64_t m = 0; m < 13; ++m) {
+        const SnapshotPoint& at = points[m];
+        const std::int64_t b = begins[at.sequence];
+        const auto cut = [&](const Tensor& t) { return tokens_of(t, r.c.layout, b, b + at.tokens); };
+        Tensor ht(DType::kF32, r.c.states(1));
+        ChunkGatedDeltaRuleOptions options = r.options;
+        options.snapshot_at = {};
+        const std::int64_t lengths[] = {at.tokens};
+        chunk_gated_delta_rule_fwd({}, cut(r.k), cut(r.v), cut(r.g), cut(r.beta),
+                                   part(r.h0, 0, at.sequence, at.sequence + 1), {}, ht, {},
+                                   SeqLens::from_lengths(lengths), options);
+        EXPECT_TRUE(same_bits(part(got.snapshots, 0, m, m + 1), ht)) << at.sequence << " " << at.tokens;
+      }
     }
   });
 }

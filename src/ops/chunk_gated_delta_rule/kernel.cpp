@@ -13,190 +13,15 @@
 // Token i adds up tokens j <= i and nothing else, so a NaN cannot reach an earlier token.
 #include "ops/chunk_gated_delta_rule/kernel.h"
 
-#include "ops/chunk_gated_delta_rule/gates.kernel.h"
-#include "ops/chunk_gated_delta_rule/rows.kernel.h"
+#include "ops/chunk_gated_delta_rule/fp32.kernel.h"
+#if TIDEGATE_ISA_ID == 4
+#include "ops/chunk_gated_delta_rule/bf16.kernel.h"
+#endif
 
 namespace tidegate::TIDEGATE_ISA {
 namespace {
 
 using chunk_gated_delta_rule::Snapshot;
-using chunk_gated_delta_rule::Unit;
-
-// Columns of the square matrices, a whole number of panels.
-constexpr int64_t kSquare = (kChunk + kPanel - 1) / kPanel * kPanel;
-
-// One cache line more than needed: at 512 bytes from row to row the rows of a chunk would share few sets of the cache.
-inline int64_t row_pitch(int64_t K) { return (K + 15) / 16 * 16 + 16; }
-
-struct Chunk {
-  int64_t begin, L;
-  float *q, *k;                  // [C][pitch] rows as they came
-  float* kt;                     // [panels][K][kPanel] k transposed
-  float *kk, *qk;                // [C][kSquare] lower triangles of K K^T and Q K^T
-  float *minus_a0, *p;           // [C][kSquare] of one value head
-  float *value, *output, *step;  // [C][kPanel] V, then V'; O; V' weighted
-  float* state;                  // [columns][K][kPanel]
-  float q_inverse[kChunk], k_inverse[kChunk];
-  float key_factor[kChunk], query_factor[kChunk];  // of KS and QS
-  Gates gates;
-};
-
-inline float* take(float*& from, int64_t n) {
-  float* p = from;
-  from += (n + 15) / 16 * 16;
-  return p;
-}
-
-int64_t workspace(const Args& a, int64_t columns) noexcept {
-  return (columns + kSquare / kPanel) * a.K * kPanel + 2 * kChunk * row_pitch(a.K) + 4 * kChunk * kSquare +
-         3 * kChunk * kPanel + 16 * 16;
-}
-
-// Lower triangle of x k^T for the rows of a chunk, whole panels up to the diagonal.
-inline void lower_products(const float* x, int64_t pitch, const float* kt, int64_t K, int64_t L, float* out) {
-  for (int64_t c = 0; c < L; c += kPanel) {
-    // Rows above the panel lie above the diagonal.
-    for_tiles(c, L, [&](int64_t i, auto rows) {
-      Tile<decltype(rows)::value> t;
-      clear(t);
-      add_product(t, {x + i * pitch, pitch, 1}, kt + c * K, K);
-      store_tile(t, out + i * kSquare + c, kSquare);
-    });
-  }
-}
-
-// minus_a0 and p of one value head: the squares times gates, lengths and scale.
-inline void make_squares(const Args& a, Chunk& s) {
-  const Gates& g = s.gates;
-  for (int64_t i = 0; i < s.L; ++i) {
-    const F32 high = set1(g.high[i]);
-    const F32 low = set1(g.low[i]);
-    const F32 write = set1(-g.beta[i] * s.k_inverse[i]);
-    const F32 read = set1(a.scale * s.q_inverse[i]);
-    for (int64_t j = 0; j <= i; j += kLanes) {
-      const F32 gap = (high - load(g.high + j)) + (low - load(g.low + j));
-      const F32 decay = exp(gap) * load(s.k_inverse + j);
-      store(s.minus_a0 + i * kSquare + j, write * decay * load(s.kk + i * kSquare + j));
-      store(s.p + i * kSquare + j, read * decay * load(s.qk + i * kSquare + j));
-    }
-  }
-}
-
-// V' and O of R rows. `from` is the first token that reaches them, kState says whether the incoming state does.
-template <int R, bool kState>
-inline void solve_rows(const Args& a, Chunk& s, const float* state, int64_t i, int64_t from, bool outputs) {
-  const int64_t pitch = row_pitch(a.K);
-  float* value = s.value + i * kPanel;
-  Tile<R> t;
-  Tile<R> v;
-  clear(t);
-  if (kState) {
-    add_product(t, {s.k + i * pitch, pitch, 1}, state, a.K);
-  }
-  load_tile(v, value);
-  for (int r = 0; r < R; ++r) {
-    const F32 factor = set1(s.key_factor[i + r]);
-    const F32 beta = set1(s.gates.beta[i + r]);
-    for (int c = 0; c < kTileVectors; ++c) {
-      t.v[r][c] = beta * (kState ? v.v[r][c] - factor * t.v[r][c] : v.v[r][c]);
-    }
-  }
-  const float* a0 = s.minus_a0 + i * kSquare;
-  add_product(t, {a0 + from, kSquare, 1}, s.value + from * kPanel, i - from);
-  for (int r = 0; r < R; ++r) {  // the triangle inside the tile
-    for (int below = r + 1; below < R; ++below) {
-      const F32 x = set1(a0[below * kSquare + i + r]);
-      for (int c = 0; c < kTileVectors; ++c) {
-        t.v[below][c] = fma(x, t.v[r][c], t.v[below][c]);
-      }
-    }
-  }
-  store_tile(t, value);
-  if (!outputs) {
-    return;
-  }
-  const float* p = s.p + i * kSquare;
-  Tile<R> o;
-  clear(o);
-  if (kState) {
-    add_product(o, {s.q + i * pitch, pitch, 1}, state, a.K);
-    scale_rows(o, s.query_factor + i);
-  }
-  add_product(o, {p + from, kSquare, 1}, s.value + from * kPanel, i - from);
-  for (int r = 0; r < R; ++r) {
-    for (int before = 0; before <= r; ++before) {
-      const F32 x = set1(p[r * kSquare + i + before]);
-      for (int c = 0; c < kTileVectors; ++c) {
-        o.v[r][c] = fma(x, load(value + before * kPanel + c * kLanes), o.v[r][c]);
-      }
-    }
-  }
-  store_tile(o, s.output + i * kPanel);
-}
-
-// Row by row where a reset cuts the chunk: what it cuts off is not added at all, so a NaN before it cannot pass.
-inline void solve(const Args& a, Chunk& s, const float* state, bool outputs) {
-  if (!s.gates.any_reset) {
-    for_tiles(0, s.L,
-              [&](int64_t i, auto rows) { solve_rows<decltype(rows)::value, true>(a, s, state, i, 0, outputs); });
-    return;
-  }
-  for (int64_t i = 0; i < s.L; ++i) {
-    if (s.gates.reset[i]) {
-      solve_rows<1, false>(a, s, state, i, s.gates.first[i], outputs);
-    } else {
-      solve_rows<1, true>(a, s, state, i, 0, outputs);
-    }
-  }
-}
-
-// to = the state after the chunk's first `tokens` tokens; `from` is the state before the chunk.
-inline void advance(const Args& a, Chunk& s, int64_t tokens, const float* from, float* to) {
-  const int64_t pitch = row_pitch(a.K);
-  const int64_t last = tokens - 1;
-  const int64_t first = s.gates.first[last];
-  const bool keep = !s.gates.reset[last];
-  float weight[kChunk];
-  to_end(s.gates, last, s.k_inverse, weight);
-  for (int64_t j = first; j < tokens; ++j) {
-    for (int c = 0; c < kPanel; c += kLanes) {
-      store(s.step + j * kPanel + c, set1(weight[j]) * load(s.value + j * kPanel + c));
-    }
-  }
-  const F32 decay = set1(s.gates.from_start[last]);
-  for_tiles(0, a.K, [&](int64_t m, auto rows) {
-    constexpr int R = decltype(rows)::value;
-    Tile<R> t;
-    clear(t);
-    if (keep) {
-      load_tile(t, from + m * kPanel);
-      for (int r = 0; r < R; ++r) {
-        for (int c = 0; c < kTileVectors; ++c) {
-          t.v[r][c] = decay * t.v[r][c];
-        }
-      }
-    }
-    add_product(t, {s.k + first * pitch + m, 1, pitch}, s.step + first * kPanel, tokens - first);
-    store_tile(t, to + m * kPanel);
-  });
-}
-
-// Reads q and k of a chunk and forms what the value heads share.
-template <class T>
-inline void open_chunk(const Args& a, const Unit& u, Chunk& s) {
-  const int64_t pitch = row_pitch(a.K);
-  load_rows(at<const T>(a.k, u.row, s.begin, u.key_head), a.k.token, s.L, a.K, s.k, pitch, s.k_inverse,
-            a.use_qk_l2norm);
-  for (int64_t c = 0; c < s.L; c += kPanel) {
-    transpose(s.k + c * pitch, pitch, s.L - c < kPanel ? s.L - c : kPanel, a.K, s.kt + c * a.K, kPanel);
-  }
-  lower_products(s.k, pitch, s.kt, a.K, s.L, s.kk);
-  if (a.o.data != nullptr) {
-    load_rows(at<const T>(a.q, u.row, s.begin, u.key_head), a.q.token, s.L, a.K, s.q, pitch, s.q_inverse,
-              a.use_qk_l2norm);
-    lower_products(s.q, pitch, s.kt, a.K, s.L, s.qk);
-  }
-}
 
 // Rows of a tensor that lie far apart in memory are out of reach of the hardware's prefetching, so a share of the next
 // chunk is asked for while a column of this one is computed.
@@ -228,6 +53,23 @@ inline void prefetch_next(const Args& a, const Unit& u, const Chunk& s, int64_t 
   }
 }
 
+// Row by row where a reset cuts the chunk: what it cuts off is not added at all, so a NaN before it cannot pass.
+template <class Products>
+inline void solve(const Args& a, const Products& x, Chunk& s, const float* state) {
+  if (!s.gates.any_reset) {
+    for_tiles(0, s.L,
+              [&](int64_t i, auto rows) { x.template solve_rows<decltype(rows)::value, true>(a, s, state, i, 0); });
+    return;
+  }
+  for (int64_t i = 0; i < s.L; ++i) {
+    if (s.gates.reset[i]) {
+      x.template solve_rows<1, false>(a, s, state, i, s.gates.first[i]);
+    } else {
+      x.template solve_rows<1, true>(a, s, state, i, 0);
+    }
+  }
+}
+
 inline void open_head(const Args& a, const Unit& u, int64_t head, Chunk& s) {
   make_gates(a, u.row, s.begin, s.L, head, s.gates);
   for_lanes(s.L, [&](int64_t i, auto lanes) {
@@ -238,89 +80,123 @@ inline void open_head(const Args& a, const Unit& u, int64_t head, Chunk& s) {
   make_squares(a, s);
 }
 
-template <class T>
-void run(const Args& a, const Unit& u, float* memory) noexcept {
-  const int64_t panels = (a.V + kPanel - 1) / kPanel;
-  Chunk s = {};
-  s.q = take(memory, kChunk * row_pitch(a.K));
-  s.k = take(memory, kChunk * row_pitch(a.K));
-  s.kt = take(memory, kSquare * a.K);
-  s.kk = take(memory, kChunk * kSquare);
-  s.qk = take(memory, kChunk * kSquare);
-  s.minus_a0 = take(memory, kChunk * kSquare);
-  s.p = take(memory, kChunk * kSquare);
-  s.value = take(memory, kChunk * kPanel);
-  s.output = take(memory, kChunk * kPanel);
-  s.step = take(memory, kChunk * kPanel);
-  s.state = take(memory, (u.last - u.first) * a.K * kPanel);
+// One unit. T is the type of the data.
+template <class T, class Products>
+struct Run {
+  const Args& a;
+  const Unit& u;
+  int64_t panels;
+  float* states;  // [columns][K][kPanel]
+  float* spare;   // [K][kPanel]
+  Products x;
+  Chunk s;
 
-  const auto for_columns = [&](auto body) {
+  static int64_t floats(const Args& a, int64_t columns) {
+    return (columns + 1) * (a.K * kPanel + 16) + Products::floats(a) + Chunk::floats();
+  }
+
+  Run(const Args& args, const Unit& unit, float* memory) : a(args), u(unit), panels((a.V + kPanel - 1) / kPanel), s{} {
+    states = take<float>(memory, (u.last - u.first) * a.K * kPanel);
+    spare = take<float>(memory, a.K * kPanel);
+    x.place(a, memory);
+    s.place(memory);
+  }
+
+  // body(value head, its first channel, the state panel)
+  template <class Body>
+  void for_columns(Body body) {
     for (int64_t c = u.first; c < u.last; ++c) {
-      body(u.key_head * a.group + c / panels, c % panels * kPanel, s.state + (c - u.first) * a.K * kPanel);
+      body(u.key_head * a.group + c / panels, c % panels * kPanel, states + (c - u.first) * a.K * kPanel);
     }
-  };
-  for_columns([&](int64_t head, int64_t c0, float* state) {
-    if (u.read_slot < 0) {
-      memset(state, 0, static_cast<size_t>(a.K * kPanel) * sizeof(float));
-    } else {
-      with_state(a.initial, u.read_slot, head, [&](auto* from) { load_state(from, a.initial, a.K, c0, a.V, state); });
-    }
-  });
+  }
+  void write(const States& to, int64_t slot, int64_t head, int64_t c0, const float* state) {
+    with_state(to, slot, head, [&](auto* p) { store_state(state, to, a.K, c0, a.V, p); });
+  }
 
-  const Snapshot* snapshot = u.snapshots;
-  const Snapshot* const snapshots_end = u.snapshots + u.snapshot_count;
-  const auto write_snapshot = [&](const Snapshot& at, int64_t head, int64_t c0, const float* state) {
-    with_state(a.snapshots, at.index, head, [&](auto* to) { store_state(state, a.snapshots, a.K, c0, a.V, to); });
-  };
-  for (; snapshot != snapshots_end && snapshot->token == 0; ++snapshot) {
-    for_columns([&](int64_t head, int64_t c0, float* state) { write_snapshot(*snapshot, head, c0, state); });
-  }
-  for (s.begin = u.begin; s.begin < u.end; s.begin += kChunk) {
-    s.L = u.end - s.begin < kChunk ? u.end - s.begin : kChunk;
-    open_chunk<T>(a, u, s);
-    int64_t open = -1;
+  void read_states() {
     for_columns([&](int64_t head, int64_t c0, float* state) {
-      prefetch_next<T>(a, u, s, (state - s.state) / (a.K * kPanel) + u.first, panels);
-      if (head != open) {
-        open_head(a, u, head, s);
-        open = head;
-      }
-      if (a.v.data != nullptr) {
-        load_panel(at<const T>(a.v, u.row, s.begin, head), a.v.token, s.L, c0, a.V, s.value);
+      if (u.read_slot < 0) {
+        memset(state, 0, static_cast<size_t>(a.K * kPanel) * sizeof(float));
       } else {
-        memset(s.value, 0, static_cast<size_t>(s.L * kPanel) * sizeof(float));
-      }
-      solve(a, s, state, a.o.data != nullptr);
-      if (a.o.data != nullptr) {
-        store_panel(s.output, s.L, c0, a.V, at<T>(a.o, u.row, s.begin, head), a.o.token);
-      }
-      const int64_t start = s.begin - u.begin;
-      for (const Snapshot* at = snapshot; at != snapshots_end && at->token < start + s.L; ++at) {
-        advance(a, s, at->token - start, state, s.kt);  // k^T has done its work in this chunk
-        write_snapshot(*at, head, c0, s.kt);
-      }
-      advance(a, s, s.L, state, state);
-      for (const Snapshot* at = snapshot; at != snapshots_end && at->token <= start + s.L; ++at) {
-        if (at->token == start + s.L) {
-          write_snapshot(*at, head, c0, state);
-        }
+        with_state(a.initial, u.read_slot, head, [&](auto* p) { load_state(p, a.initial, a.K, c0, a.V, state); });
       }
     });
-    while (snapshot != snapshots_end && snapshot->token <= s.begin - u.begin + s.L) {
-      ++snapshot;
+  }
+
+  // One panel of one value head through the chunk. The snapshots are those that may lie in it.
+  void column(int64_t head, int64_t c0, float* state, const Snapshot* snapshot, const Snapshot* snapshots_end) {
+    if (a.v.data != nullptr) {
+      load_panel(at<const T>(a.v, u.row, s.begin, head), a.v.token, s.L, c0, a.V, s.value);
+    } else {
+      memset(s.value, 0, static_cast<size_t>(s.L * kPanel) * sizeof(float));
+    }
+    x.open_column(a, state);
+    solve(a, x, s, state);
+    if (a.o.data != nullptr) {
+      store_panel(s.output, s.L, c0, a.V, at<T>(a.o, u.row, s.begin, head), a.o.token);
+    }
+    const int64_t start = s.begin - u.begin;
+    for (; snapshot != snapshots_end && snapshot->token < start + s.L; ++snapshot) {
+      x.advance(a, s, snapshot->token - start, state, spare);
+      write(a.snapshots, snapshot->index, head, c0, spare);
+    }
+    x.advance(a, s, s.L, state, state);
+    for (; snapshot != snapshots_end && snapshot->token == start + s.L; ++snapshot) {
+      write(a.snapshots, snapshot->index, head, c0, state);
     }
   }
-  if (u.write_slot >= 0) {
-    for_columns([&](int64_t head, int64_t c0, float* state) {
-      with_state(a.final_state, u.write_slot, head,
-                 [&](auto* to) { store_state(state, a.final_state, a.K, c0, a.V, to); });
-    });
+
+  void run() {
+    read_states();
+    const Snapshot* snapshot = u.snapshots;
+    const Snapshot* const snapshots_end = u.snapshots + u.snapshot_count;
+    for (; snapshot != snapshots_end && snapshot->token == 0; ++snapshot) {
+      for_columns(
+          [&](int64_t head, int64_t c0, float* state) { write(a.snapshots, snapshot->index, head, c0, state); });
+    }
+    for (s.begin = u.begin; s.begin < u.end; s.begin += kChunk) {
+      s.L = u.end - s.begin < kChunk ? u.end - s.begin : kChunk;
+      x.template open<T>(a, u, s);
+      int64_t open = -1;
+      for_columns([&](int64_t head, int64_t c0, float* state) {
+        prefetch_next<T>(a, u, s, (state - states) / (a.K * kPanel) + u.first, panels);
+        if (head != open) {
+          open_head(a, u, head, s);
+          x.open_head(s);
+          open = head;
+        }
+        column(head, c0, state, snapshot, snapshots_end);
+      });
+      while (snapshot != snapshots_end && snapshot->token <= s.begin - u.begin + s.L) {
+        ++snapshot;
+      }
+    }
+    if (u.write_slot >= 0) {
+      for_columns([&](int64_t head, int64_t c0, float* state) { write(a.final_state, u.write_slot, head, c0, state); });
+    }
   }
+};
+
+template <class T, class Products>
+void run(const Args& a, const Unit& u, float* memory) noexcept {
+  Run<T, Products>(a, u, memory).run();
+}
+template <class Products>
+int64_t workspace(const Args& a, int64_t columns) noexcept {
+  return Run<float, Products>::floats(a, columns);
 }
 
 }  // namespace
 
 extern const chunk_gated_delta_rule::Kernels chunk_gated_delta_rule_kernels = {
-    kChunk, kPanel, workspace, {run<float>, run<bf16>, run<f16>}};
+    kChunk,
+    kPanel,
+    {workspace<Fp32Products>, {run<float, Fp32Products>, run<bf16, Fp32Products>, run<f16, Fp32Products>}},
+#if TIDEGATE_ISA_ID == 4
+    {workspace<Bf16Products>, {nullptr, run<bf16, Bf16Products>, nullptr}},
+#else
+    {},  // without the bf16 dot product fp32 is faster, and more accurate
+#endif
+};
 
 }  // namespace tidegate::TIDEGATE_ISA

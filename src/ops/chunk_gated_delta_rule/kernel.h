@@ -45,12 +45,16 @@ struct Unit {
   int64_t snapshot_count;
 };
 
-// Indexed by data type. Workspace: floats that a run needs for `columns` columns.
+// One way of multiplying. Indexed by data type, null where it does not exist. Workspace: floats that a run needs for
+// `columns` columns.
+struct Path {
+  int64_t (*workspace)(const Args&, int64_t columns) noexcept;
+  void (*run[kDataTypes])(const Args&, const Unit&, float* workspace) noexcept;
+};
 struct Kernels {
   int64_t chunk;  // tokens of a chunk
   int64_t panel;  // columns of V in a panel
-  int64_t (*workspace)(const Args&, int64_t columns) noexcept;
-  void (*run[kDataTypes])(const Args&, const Unit&, float* workspace) noexcept;
+  Path fp32, bf16;
 };
 
 }  // namespace tidegate::chunk_gated_delta_rule

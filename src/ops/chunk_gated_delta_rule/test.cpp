@@ -167,12 +167,20 @@ TEST(ChunkGatedDeltaRule, GatesFromZeroToMinusInfinity) {
 TEST(ChunkGatedDeltaRule, NaNStaysCausal) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for_each_isa([&] {
-    for (const std::int64_t at : {0, 1, 37, 63, 64, 100}) {
+    for (const std::int64_t turn : {0, 1, 37, 63, 64, 100, 101, 10, 11}) {
+      const std::int64_t at = turn;
       for (const int which : {0, 1, 2, 3, 4}) {
         Random random;
-        const RuleCase c{.lengths = {20, 130, 40}, .HK = 2, .G = 2, .K = 20, .V = 24};
+        const bool narrow = turn % 2 == 1;
+        const RuleCase c{.lengths = {20, 130, 40},
+                         .HK = 2,
+                         .G = 2,
+                         .K = 21,
+                         .V = 24,
+                         .dtype = narrow ? DType::kBF16 : DType::kF32,
+                         .precision = narrow ? Precision::kBf16 : Precision::kFp32};
         Rule r = make_rule(random, c);
-        const std::int64_t reset = at + 20;  // of value head 0
+        const std::int64_t reset = at + 3 + at % 4;  // of value head 0, at an even or odd token of some chunk
         r.g.set((20 + reset) * 4, -200.0);
         const RuleResult clean = forward(r);
         Tensor* const inputs[] = {&r.q, &r.k, &r.v, &r.g, &r.beta};
@@ -201,6 +209,48 @@ TEST(ChunkGatedDeltaRule, NaNStaysCausal) {
         EXPECT_TRUE(same_bits(part(got.ht, 0, 2, 3), part(clean.ht, 0, 2, 3)));
       }
     }
+  });
+}
+
+// Dot products of bf16 where the CPU has them: within 4e-3, and off by no more than the same steps in bf16. Elsewhere
+// the option changes nothing.
+TEST(ChunkGatedDeltaRule, Bf16Precision) {
+  for_each_isa([] {
+    Random random;
+    double error = 0.0, size = 0.0, state_error = 0.0, state_size = 0.0;
+    for (const std::int64_t K : {128, 100, 31}) {
+      for (const bool l2norm : {false, true}) {
+        Rule r = make_rule(random, {.lengths = {300, 33, 1, 0, 64},
+                                    .HK = 1,
+                                    .G = 2,
+                                    .K = K,
+                                    .V = 40,
+                                    .dtype = DType::kBF16,
+                                    .slowest = 0.002});
+        r.options.use_qk_l2norm = l2norm;
+        const RuleResult wide_products = forward(r);
+        const RuleResult truth = forward(wide(r));
+        r.options.precision = Precision::kBf16;
+        const RuleResult got = forward(r);
+        if (active_isa() != Isa::kAvx512Bf16) {
+          EXPECT_TRUE(same_bits(got.o, wide_products.o));
+          EXPECT_TRUE(same_bits(got.ht, wide_products.ht));
+        }
+        for (std::int64_t i = 0; i < got.o.view().numel(); ++i) {
+          error += std::pow(got.o.get(i) - truth.o.get(i), 2);
+          size += std::pow(truth.o.get(i), 2);
+        }
+        for (std::int64_t i = 0; i < got.ht.view().numel(); ++i) {
+          state_error += std::pow(got.ht.get(i) - truth.ht.get(i), 2);
+          state_size += std::pow(truth.ht.get(i), 2);
+        }
+      }
+    }
+    const std::string isa(isa_name(active_isa()));
+    ::testing::Test::RecordProperty("o_" + isa, std::to_string(std::sqrt(error / size)));
+    ::testing::Test::RecordProperty("state_" + isa, std::to_string(std::sqrt(state_error / state_size)));
+    EXPECT_LE(std::sqrt(error / size), 4e-3);
+    EXPECT_LE(std::sqrt(state_error / state_size), 3.2e-3);
   });
 }
 

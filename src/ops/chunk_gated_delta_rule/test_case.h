@@ -16,6 +16,7 @@ struct RuleCase {
   DType dtype = DType::kF32;
   Layout layout = Layout::kTND;
   bool initial = true;
+  Precision precision = Precision::kFp32;
   double slowest = 0.01;  // heads forget at rates from this to about 1
   Form form = {};
   std::int64_t tokens() const {
@@ -79,6 +80,7 @@ inline Rule make_rule(Random& random, const RuleCase& c) {
     r.h0 = normal(random, DType::kF32, c.states(c.seq().count()));
   }
   r.options.layout = c.layout;
+  r.options.precision = c.precision;
   return r;
 }
 
