@@ -56,6 +56,12 @@ void chunk_gated_delta_rule_fwd(const TensorView& q, const TensorView& k, const 
                                 const TensorView& final_state, const TensorView& snapshots, const SeqLens& seq,
                                 const ChunkGatedDeltaRuleOptions& options = {});
 
+// The same on a pool of states, in place. state [slots,HV,K,V] fp32 or bf16; options.state_indices [N] names the slot
+// of every sequence. Snapshots must be unset.
+void chunk_gated_delta_rule_pool(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& g,
+                                 const TensorView& beta, const TensorView& state, const TensorView& o,
+                                 const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options);
+
 // Tokens that one step of the fused operator takes in. Snapshots at its multiples (and anywhere else) cost one more
 // product of the state's size.
 std::int64_t chunk_size();

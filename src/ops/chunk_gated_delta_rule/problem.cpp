@@ -91,8 +91,8 @@ void check_snapshots(std::string_view op, const Tensors& t, const SeqLens& seq, 
 
 }  // namespace
 
-Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq,
-                   const ChunkGatedDeltaRuleOptions& options) {
+Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options,
+                   const StateNames& names) {
   Problem p{};
   p.layout = options.layout;
   p.out_layout = options.out_layout.value_or(options.layout);
@@ -127,11 +127,11 @@ Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq,
   const TensorView& states = t.initial_state.defined() ? t.initial_state : t.final_state;
   const std::int64_t count = pool && states.rank > 0 ? states.size(0) : seq.count();
   const std::string what = pool ? "as the other states" : "one per sequence of " + std::to_string(seq.count());
-  check_state(op, {"initial_state", t.initial_state}, t, p, count, what, options.state_v_first);
-  check_state(op, {"final_state", t.final_state}, t, p, count, what, options.state_v_first);
+  check_state(op, {names.initial, t.initial_state}, t, p, count, what, options.state_v_first);
+  check_state(op, {names.last, t.final_state}, t, p, count, what, options.state_v_first);
   if (t.final_state.defined()) {
-    check(t.final_state.dtype != DType::kF16, op,
-          ": final_state: expected dtype float32 or bfloat16, got float16 (its range is too small for a state)");
+    check(t.final_state.dtype != DType::kF16, op, ": ", names.last,
+          ": expected dtype float32 or bfloat16, got float16 (its range is too small for a state)");
   }
   p.slots = check_slots(op, seq, options, count);
   check(options.has_initial_state.empty() || static_cast<std::int64_t>(options.has_initial_state.size()) == seq.count(),
@@ -148,13 +148,13 @@ Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq,
                         t.initial_state.data == t.final_state.data && t.initial_state.dtype == t.final_state.dtype &&
                         std::equal(t.initial_state.strides, t.initial_state.strides + 4, t.final_state.strides);
   const TensorView none;
-  check_outputs(op, {{"o", t.o}, {"final_state", t.final_state}, {"snapshots", t.snapshots}},
+  check_outputs(op, {{"o", t.o}, {names.last, t.final_state}, {"snapshots", t.snapshots}},
                 {{"q", t.q},
                  {"k", t.k},
                  {"v", t.v},
                  {"g", t.g},
                  {"beta", t.beta},
-                 {"initial_state", in_place ? none : t.initial_state},
+                 {names.initial, in_place ? none : t.initial_state},
                  {"A_log", options.A_log},
                  {"dt_bias", options.dt_bias}});
   return p;

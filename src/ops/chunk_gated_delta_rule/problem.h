@@ -20,9 +20,14 @@ struct Tensors {
   TensorView q, k, v, g, beta, initial_state, o, final_state, snapshots;
 };
 
+// What the caller calls its states.
+struct StateNames {
+  std::string_view initial = "initial_state", last = "final_state";
+};
+
 // v and, with o, q may be absent only where the caller says so (gdn_segment_map).
-Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq,
-                   const ChunkGatedDeltaRuleOptions& options);
+Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options,
+                   const StateNames& names = {});
 
 // The token recurrence in plain loops; the arguments are checked already.
 template <class Acc>

@@ -14,12 +14,12 @@ void gdn_segment_map(const TensorView& k, const TensorView& v, const TensorView&
   constexpr std::string_view op = "gdn_segment_map";
   const FloatEnvironment environment;
   check(options.snapshot_at.empty() && options.state_indices.empty() && options.has_initial_state.empty() &&
-            !options.state_v_first && !options.out_layout.has_value(),
+            !options.state_v_first && !options.out_layout.has_value() && !options.scale.has_value(),
         op, ": options: expected none about states, snapshots or o, got one");
   check_present(op, {"phi", phi});
   check_present(op, {"s", s});
   chunk_gated_delta_rule::Tensors t{{}, k, v, g, beta, {}, {}, s, {}};
-  chunk_gated_delta_rule::Problem p = check_call(op, t, seq, options);
+  chunk_gated_delta_rule::Problem p = check_call(op, t, seq, options, {.last = "s"});
   const DType wide = k.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
   check_dtype(op, {"s", s}, wide);
   check_dtype(op, {"phi", phi}, wide);
