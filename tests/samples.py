@@ -6,7 +6,7 @@ added here: the tests compare with the registry.
 
 import torch
 
-NO_TENSORS = {"about", "set_isa"}  # facts and a switch, nothing to compute
+NO_TENSORS = {"about", "chunk_size", "set_isa"}  # facts and a switch, nothing to compute
 
 
 def operators():
@@ -91,6 +91,50 @@ def _conv_update():
     ]
 
 
+def _rule_inputs(tokens, heads, dtype=torch.float32):
+    """q, k, v, g, beta of two value heads per key head, K = 4, V = 3; tokens(H) is the shape before the channels."""
+    keys, values = tokens(heads), tokens(2 * heads)
+    qkv = [_floats(*shape, dtype=dtype, grad=False) / 2 for shape in ((*keys, 4), (*keys, 4), (*values, 3))]
+    return [*qkv, -torch.rand(values), torch.rand(values)]
+
+
+def _rule_options():
+    heads = [_floats(4, grad=False), _floats(4, grad=False)]
+    inside = {"use_qk_l2norm": True, "A_log": heads[0], "dt_bias": heads[1], "beta_sigmoid": True, "beta_scale": 2.0}
+    return {**inside, "cu_seqlens": torch.tensor([0, 3, 3, 9]), "layout": "TND", "precision": "bf16"}
+
+
+def _rule_fwd():
+    batch = _rule_inputs(lambda heads: (2, 5, heads), 1)
+    packed = _rule_inputs(lambda heads: (9, heads), 2, torch.bfloat16)
+    states = {"initial_state": _floats(3, 4, 3, 4, grad=False), "state_v_first": True, "output_final_state": True}
+    points = torch.tensor([[0, 2], [2, 6], [1, 0]])
+    outputs = {"snapshot_at": points, "scale": 0.5, "out_layout": "NTD"}
+    return [(batch, {}), (packed, {**_rule_options(), **states, **outputs})]
+
+
+def _rule_pool():
+    rows = {"state_indices": torch.tensor([3, -1, 0]), "has_initial_state": torch.tensor([1, 1, 0])}
+    packed = _rule_inputs(lambda heads: (9, heads), 2, torch.bfloat16)
+    batch = _rule_inputs(lambda heads: (2, heads, 5), 1)
+    options = {"null_slot": -7, "state_v_first": True, "scale": 0.5, "out_layout": "BSND", "layout": "BNSD"}
+    return [
+        ([*packed, _floats(5, 4, 4, 3, grad=False)], {**_rule_options(), **rows}),
+        ([*batch, _floats(3, 2, 3, 4, grad=False)], {"state_indices": torch.tensor([1, -7]), **options}),
+    ]
+
+
+def _segment_map():
+    batch = _rule_inputs(lambda heads: (2, 5, heads), 1)
+    packed = _rule_inputs(lambda heads: (9, heads), 2, torch.bfloat16)
+    return [(batch[1:], {}), (packed[1:], _rule_options())]
+
+
+def _segment_combine():
+    phi, s = (2, 3, 4, 4), (2, 3, 4, 5)
+    return [([_floats(*shape, grad=False) for shape in (phi, s, phi, s)], {})]
+
+
 def _gating(*gradients):
     a, b, heads = _floats(2, 5, 3), _floats(2, 5, 3), _floats(3)
     halves = [t.detach().to(torch.bfloat16).requires_grad_() for t in (a, b)]
@@ -170,6 +214,10 @@ SAMPLES = {
     "causal_conv1d_fwd": _conv_fwd,
     "causal_conv1d_bwd": _conv_bwd,
     "causal_conv1d_update": _conv_update,
+    "chunk_gated_delta_rule_fwd": _rule_fwd,
+    "chunk_gated_delta_rule_pool": _rule_pool,
+    "gdn_segment_map": _segment_map,
+    "gdn_segment_combine": _segment_combine,
     "gdn_gating_fwd": _gating_fwd,
     "gdn_gating_bwd": _gating_bwd,
     "l2norm_fwd": _l2norm_fwd,

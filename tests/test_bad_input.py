@@ -3,13 +3,16 @@ got, and nothing written. An argument without a row fails in test_every_argument
 
 import functools
 
+import bad_input_delta_rule
+import bad_input_rows
 import pytest
 import torch
-from bad_input_rows import ROWS
 from compare import same_bits
 from samples import SAMPLES, arguments, operators, overload, samples, written
 
 import tidegate
+
+ROWS = bad_input_rows.ROWS + bad_input_delta_rule.ROWS
 
 
 def form(name):

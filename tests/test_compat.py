@@ -16,6 +16,9 @@ SIGNATURES = {
     "activation=None, backend='triton', cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, "
     "**kwargs)",
     fla.causal_conv1d_update: "(x, cache, residual=None, weight=None, bias=None, activation=None)",
+    fla.chunk_gated_delta_rule: "(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, "
+    "use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, "
+    "cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs)",
     fla.l2norm: "(x, eps=1e-06, output_dtype=None)",
     fla.fused_gdn_gate: "(g, A_log, dt_bias=None, output_dtype=torch.float32)",
     fla.rms_norm_gated: "(x, g, weight, bias, activation='swish', residual=None, prenorm=False, "

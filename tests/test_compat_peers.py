@@ -25,10 +25,12 @@ def real_fla():
     from fla.modules.convolution import causal_conv1d, causal_conv1d_update
     from fla.modules.fused_norm_gate import rms_norm_gated
     from fla.modules.l2norm import l2norm
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, chunk_gdn
     from fla.ops.gated_delta_rule.gate import fused_gdn_gate
 
     functions = (FusedRMSNormGated, causal_conv1d, causal_conv1d_update, fused_gdn_gate, l2norm, rms_norm_gated)
-    return {f.__name__: f for f in functions}
+    rule = {"chunk_gated_delta_rule": chunk_gated_delta_rule, "chunk_gdn": chunk_gdn}
+    return {f.__name__: f for f in functions} | rule
 
 
 def parameters(function):

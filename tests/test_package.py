@@ -88,6 +88,8 @@ for call in (
     lambda: tidegate.rms_norm(x, x[0, 0]),
     lambda: tidegate.fla.l2norm(x),
     lambda: tidegate.causal_conv1d.causal_conv1d_fn(x, x[0]),
+    lambda: tidegate.chunk_gated_delta_rule(x[None], x[None], x[None], x, x),
+    tidegate.chunk_size,
     tidegate.isa,
     lambda: tidegate.set_isa("scalar"),
 ):
@@ -103,7 +105,7 @@ def test_missing_library(tmp_path):
     report, *errors = python(WITHOUT_LIBRARY, tmp_path).splitlines()
     library = tmp_path / "tidegate" / "_tidegate.so"
     assert report.startswith(f"not loaded: {library}: ") and "No such file" in report
-    assert len(errors) == 6
+    assert len(errors) == 8
     for text in errors:
         assert text.startswith(f"tidegate: the native library is not loaded: {library}: ")
 

@@ -1,6 +1,7 @@
 """Tidegate: the operators of gated-delta + MoE models (Qwen3-Next, Qwen3.5, Qwen3.6 and relatives), fast on CPUs."""
 
 from tidegate._native import __version__, isa, ops, set_isa
+from tidegate.delta_rule import chunk_gated_delta_rule, chunk_gdn, chunk_size
 from tidegate.norm import RMSNormGated, rms_norm, rms_norm_gated
 from tidegate.report import report
 from tidegate.rope import partial_rope
@@ -8,6 +9,9 @@ from tidegate.rope import partial_rope
 __all__ = [
     "RMSNormGated",
     "__version__",
+    "chunk_gated_delta_rule",
+    "chunk_gdn",
+    "chunk_size",
     "isa",
     "ops",
     "partial_rope",

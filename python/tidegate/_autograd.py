@@ -156,4 +156,6 @@ for _name in names:
     for _overload in getattr(ops, _name).overloads():
         if getattr(getattr(ops, _name), _overload)._schema.is_mutable:
             _refuse_grad_mode(_name, _overload)
+for _name in ("chunk_gated_delta_rule_fwd", "gdn_segment_map", "gdn_segment_combine"):
+    _refuse_gradient(_name, "a gradient is not supported yet: use it under torch.no_grad()")
 _refuse_gradient("mrope_cos_sin", "a gradient of the position tables is not supported")

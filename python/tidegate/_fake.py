@@ -108,6 +108,64 @@ def _(x, conv_state, weight, bias=None, *, head_num=0, layout="TND", **_options)
     return _conv_output(x, head_num, layout)
 
 
+def _rule_sizes(k, v, cu_seqlens, layout):
+    """Rows, sequences, tokens, HV, K, V."""
+    rows = k.shape[0] if layout in ("BSND", "BNSD") else 1
+    tokens, heads = (-2, -3) if layout in ("BNSD", "NTD") else (-3, -2)
+    count = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else rows
+    return rows, count, k.shape[tokens], v.shape[heads], k.shape[-1], v.shape[-1]
+
+
+def _rule_output(k, v, layout, out_layout):
+    rows, _, T, HV, _, V = _rule_sizes(k, v, None, layout)
+    shape = {"TND": (T, HV, V), "NTD": (HV, T, V), "BSND": (rows, T, HV, V), "BNSD": (rows, HV, T, V)}
+    return k.new_empty(shape[out_layout or layout])
+
+
+@_fake("chunk_gated_delta_rule_fwd")
+def _(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state=None,
+    cu_seqlens=None,
+    A_log=None,
+    dt_bias=None,
+    snapshot_at=None,
+    *,
+    output_final_state=False,
+    state_v_first=False,
+    layout="BSND",
+    out_layout=None,
+    **_options,
+):
+    _, count, _, HV, K, V = _rule_sizes(k, v, cu_seqlens, layout)
+    state = (HV, V, K) if state_v_first else (HV, K, V)
+    return (
+        _rule_output(k, v, layout, out_layout),
+        k.new_empty((count, *state), dtype=wide(k)) if output_final_state else _nothing(k, wide(k)),
+        k.new_empty((snapshot_at.shape[0], *state), dtype=wide(k)) if snapshot_at is not None else _nothing(k, wide(k)),
+    )
+
+
+@_fake("chunk_gated_delta_rule_pool")
+def _(q, k, v, g, beta, state, *, layout="BSND", out_layout=None, **_options):
+    return _rule_output(k, v, layout, out_layout)
+
+
+@_fake("gdn_segment_map")
+def _(k, v, g, beta, cu_seqlens=None, A_log=None, dt_bias=None, *, layout="BSND", **_options):
+    _, count, _, HV, K, V = _rule_sizes(k, v, cu_seqlens, layout)
+    return k.new_empty((count, HV, K, K), dtype=wide(k)), k.new_empty((count, HV, K, V), dtype=wide(k))
+
+
+@_fake("gdn_segment_combine")
+def _(phi1, s1, phi2, s2):
+    return phi1.new_empty(phi1.shape), s1.new_empty(s1.shape)
+
+
 @_fake("gdn_gating_fwd")
 def _(a, b, A_log, dt_bias=None, *, beta_scale=1.0, beta_dtype=None, layout="BSND"):
     return a.new_empty(a.shape, dtype=wide(a)), b.new_empty(b.shape, dtype=beta_dtype or b.dtype)

@@ -3,35 +3,25 @@
 import torch
 from torch import nn
 
+from tidegate._arguments import boundaries, check_chunk_indices
 from tidegate._native import ops
+from tidegate.delta_rule import chunk_gated_delta_rule, chunk_gdn
 
-__all__ = ["FusedRMSNormGated", "causal_conv1d", "causal_conv1d_update", "fused_gdn_gate", "l2norm", "rms_norm_gated"]
+__all__ = [
+    "FusedRMSNormGated",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "chunk_gdn",
+    "fused_gdn_gate",
+    "l2norm",
+    "rms_norm_gated",
+]
 
 
 def _check_activation(op, activation):
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"{op}: activation: expected None, silu or swish, got {activation}")
-
-
-def _boundaries(op, cu_seqlens, cu_seqlens_cpu):
-    """The one given; two given must be equal."""
-    if cu_seqlens is None or cu_seqlens_cpu is None:
-        return cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    if not torch.compiler.is_compiling() and cu_seqlens.tolist() != cu_seqlens_cpu.tolist():
-        raise ValueError(f"{op}: cu_seqlens_cpu: expected {cu_seqlens.tolist()}, got {cu_seqlens_cpu.tolist()}")
-    return cu_seqlens_cpu
-
-
-def _check_chunk_indices(op, chunk_indices, cu_seqlens):
-    """Chunk lists are made inside; a given one must be the canonical list of some chunk size."""
-    if chunk_indices is None:
-        return
-    lengths = cu_seqlens.diff().tolist() if cu_seqlens is not None else []
-    given = chunk_indices.tolist()
-    for size in (16, 32, 64, 128):
-        if given == [[n, c] for n, length in enumerate(lengths) for c in range(-(-length // size))]:
-            return
-    raise ValueError(f"{op}: chunk_indices: expected the chunk list of cu_seqlens, got another one")
 
 
 def causal_conv1d(
@@ -62,14 +52,14 @@ def causal_conv1d(
     if weight is None:
         raise ValueError(f"{op}: weight: expected a tensor, got none")
     _check_activation(op, activation)
-    boundaries = _boundaries(op, cu_seqlens, cu_seqlens_cpu)
-    _check_chunk_indices(op, chunk_indices, boundaries)
+    cu_seqlens = boundaries(op, cu_seqlens, cu_seqlens_cpu)
+    check_chunk_indices(op, chunk_indices, cu_seqlens)
     y, final_state = ops.causal_conv1d_fwd(
         x,
         weight,
         bias,
         initial_state,
-        cu_seqlens=boundaries,
+        cu_seqlens=cu_seqlens,
         activation=activation,
         output_final_state=output_final_state,
         state_len=weight.shape[-1] if output_final_state else 0,
