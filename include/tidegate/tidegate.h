@@ -1,6 +1,7 @@
 // Everything that Tidegate offers to C++.
 #pragma once
 
+#include "tidegate/chunk.h"
 #include "tidegate/conv.h"
 #include "tidegate/cpu.h"
 #include "tidegate/delta_rule.h"

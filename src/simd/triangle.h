@@ -1,0 +1,73 @@
+// Products with a lower triangle, and the decays inside a chunk. A row never touches what comes after it: a product of
+// zeros with the NaN of a later token would be NaN.
+#pragma once
+
+#include "simd/panels.h"
+
+namespace tidegate::TIDEGATE_ISA {
+namespace {
+
+// t += a b, where row r of the tile adds the inner steps 0 .. first + r only.
+template <int R>
+[[gnu::always_inline]] inline void add_lower_product(Tile<R>& t, Left a, const float* b, int64_t first) {
+  add_product(t, a, b, first);
+  for (int s = 0; s < R; ++s) {
+    const int64_t k = first + s;
+    for (int r = s; r < R; ++r) {
+      const F32 x = set1(a.data[r * a.row + k * a.step]);
+      for (int c = 0; c < kTileVectors; ++c) {
+        t.v[r][c] = fma(x, load(b + k * kPanel + c * kLanes), t.v[r][c]);
+      }
+    }
+  }
+}
+
+// Row r of the tile, from the first to the last, adds its factors a(r, s) times the finished rows s < r.
+template <int R>
+[[gnu::always_inline]] inline void substitute(Tile<R>& t, Left a) {
+  for (int r = 1; r < R; ++r) {
+    for (int s = 0; s < r; ++s) {
+      const F32 x = set1(a.data[r * a.row + s * a.step]);
+      for (int c = 0; c < kTileVectors; ++c) {
+        t.v[r][c] = fma(x, t.v[s][c], t.v[r][c]);
+      }
+    }
+  }
+}
+
+// out(i, j) = <rows_i, columns_j> for j <= i; what lies above the diagonal in the same panel is written and worthless.
+// rows [count][width] packed, columns as panels of the transpose, out with `pitch` elements from row to row.
+inline void lower_products(const float* rows, const float* columns, int64_t count, int64_t width, float* out,
+                           int64_t pitch) {
+  for (int64_t first = 0; first < count; first += kPanel, columns += width * kPanel) {
+    for_tiles(first, count, [&](int64_t i, auto size) {
+      Tile<decltype(size)::value> t;
+      clear(t);
+      add_product(t, Left{rows + i * width, width, 1}, columns, width);
+      store_tile(t, out + i * pitch + first, pitch);
+    });
+  }
+}
+
+// A gate of every token of a chunk as fp32.
+inline void gather_gates(const TypedHeads& t, const ChunkSpan& c, int64_t head, float* out) {
+  with_type(t.type, [&]<class T>(T*) {
+    for (int64_t i = 0; i < c.length; ++i) {
+      out[i] = widen(*at<const T>(t.at, c.row, c.begin + i, head));
+    }
+  });
+}
+
+inline void exp_row(const float* x, int64_t n, float* out) {
+  for_lanes(n, [&](int64_t c, auto lanes) { lanes.put(out + c, exp(lanes.get(x + c))); });
+}
+
+// out_j = factor e^(gc_i - gc_j) x_j for j < n; n <= i + 1, so that no exponent is positive where no gate is.
+inline void decay_row(float factor, const float* gc, int64_t i, int64_t n, const float* x, float* out) {
+  for_lanes(n, [&](int64_t j, auto lanes) {
+    lanes.put(out + j, set1(factor) * exp(set1(gc[i]) - lanes.get(gc + j)) * lanes.get(x + j));
+  });
+}
+
+}  // namespace
+}  // namespace tidegate::TIDEGATE_ISA
