@@ -120,23 +120,30 @@ struct TileRows {
 };
 
 template <int R, class Body>
-[[gnu::always_inline]] inline void last_tile(int64_t first, int64_t rows, Body& body) {
+[[gnu::always_inline]] inline void one_tile(int64_t first, int64_t rows, Body& body) {
   if constexpr (R > 0) {
     if (rows == R) {
       body(first, TileRows<R>{});
     } else {
-      last_tile<R - 1>(first, rows, body);
+      one_tile<R - 1>(first, rows, body);
     }
   }
 }
 
-// body(first row, TileRows<R>) for tiles that cover the rows [first, last): whole ones, then what is left.
+// body(first row, TileRows<R>) for tiles that cover the rows [first, last). What is left at the end, between one tile
+// and two, goes in two tiles of about the same size: a tile of one or two rows would wait for its own results. Tiles
+// begin an even number of rows after the first.
 template <class Body>
 [[gnu::always_inline]] inline void for_tiles(int64_t first, int64_t last, Body body) {
-  for (; first + kTileRows <= last; first += kTileRows) {
+  for (; last - first >= 2 * kTileRows || last - first == kTileRows; first += kTileRows) {
     body(first, TileRows<kTileRows>{});
   }
-  last_tile<kTileRows - 1>(first, last - first, body);
+  if (last - first > kTileRows) {
+    const int64_t half = (last - first + 3) / 4 * 2;
+    one_tile<kTileRows>(first, half, body);
+    first += half;
+  }
+  one_tile<kTileRows>(first, last - first, body);
 }
 
 }  // namespace

@@ -15,9 +15,10 @@ namespace {
 using chunk_gated_delta_rule::Args;
 using chunk_gated_delta_rule::kReset;
 
-// Tokens of a chunk: four tiles. The products with the state cost 6KV operations a token whatever the chunk; those
-// inside a chunk grow with it and win nothing, since the state is in cache anyway. docs/design.md has measurements.
-constexpr int64_t kChunk = 4 * kTileRows;
+// Tokens of a chunk. The products with the state cost 6KV operations a token whatever the chunk; those inside a chunk
+// grow with it and win nothing, since the state is in cache anyway. A power of two, because prefix caches ask for
+// states at multiples of powers of two. docs/design.md has the measurements.
+constexpr int64_t kChunk = 32;
 
 struct Gates {
   float high[kChunk], low[kChunk];  // gc

@@ -112,6 +112,15 @@ struct Run {
   void write(const States& to, int64_t slot, int64_t head, int64_t c0, const float* state) {
     with_state(to, slot, head, [&](auto* p) { store_state(state, to, a.K, c0, a.V, p); });
   }
+  // Nobody reads a snapshot soon, and there may be more of them than any cache holds.
+  void write_snapshot(int64_t index, int64_t head, int64_t c0, const float* state) {
+    float* p = static_cast<float*>(a.snapshots.data) + index * a.snapshots.slot + head * a.snapshots.head;
+    if (a.snapshots.value == 1 && can_stream_panel(p, a.snapshots.key, c0, a.V)) {
+      stream_panel(state, a.K, c0, p, a.snapshots.key);
+    } else {
+      store_state(state, a.snapshots, a.K, c0, a.V, p);
+    }
+  }
 
   void read_states() {
     for_columns([&](int64_t head, int64_t c0, float* state) {
@@ -138,11 +147,11 @@ struct Run {
     const int64_t start = s.begin - u.begin;
     for (; snapshot != snapshots_end && snapshot->token < start + s.L; ++snapshot) {
       x.advance(a, s, snapshot->token - start, state, spare);
-      write(a.snapshots, snapshot->index, head, c0, spare);
+      write_snapshot(snapshot->index, head, c0, spare);
     }
     x.advance(a, s, s.L, state, state);
     for (; snapshot != snapshots_end && snapshot->token == start + s.L; ++snapshot) {
-      write(a.snapshots, snapshot->index, head, c0, state);
+      write_snapshot(snapshot->index, head, c0, state);
     }
   }
 
@@ -151,8 +160,7 @@ struct Run {
     const Snapshot* snapshot = u.snapshots;
     const Snapshot* const snapshots_end = u.snapshots + u.snapshot_count;
     for (; snapshot != snapshots_end && snapshot->token == 0; ++snapshot) {
-      for_columns(
-          [&](int64_t head, int64_t c0, float* state) { write(a.snapshots, snapshot->index, head, c0, state); });
+      for_columns([&](int64_t head, int64_t c0, float* state) { write_snapshot(snapshot->index, head, c0, state); });
     }
     for (s.begin = u.begin; s.begin < u.end; s.begin += kChunk) {
       s.L = u.end - s.begin < kChunk ? u.end - s.begin : kChunk;
@@ -170,6 +178,9 @@ struct Run {
       while (snapshot != snapshots_end && snapshot->token <= s.begin - u.begin + s.L) {
         ++snapshot;
       }
+    }
+    if (u.snapshot_count > 0) {
+      stream_fence();
     }
     if (u.write_slot >= 0) {
       for_columns([&](int64_t head, int64_t c0, float* state) { write(a.final_state, u.write_slot, head, c0, state); });
