@@ -3,6 +3,7 @@ float32 the same code is the plain computation whose error sets the scale.
 
     conv tensors  x, y [T, D], weight [D, W], state [N, D, S] with the newest sample last, S >= W - 1
     gate tensors  a, b, g, beta [HV, T];  A_log, dt_bias [HV]
+    rule tensors  q, k [HK, T, K], v, o [HV, T, V], state [N, HV, K, V]; value head h reads key head h // (HV / HK)
     rows          x [..., D], rstd [...]
     cu            list of N + 1 offsets: sequence n owns tokens cu[n] .. cu[n+1]-1; zero-length sequences are legal
 """
@@ -169,6 +170,35 @@ def l2norm_bwd(x, rstd, dy, zero_row_safe=False):
     y = x * rstd[..., None]
     dx = rstd[..., None] * (dy - y * (dy * y).sum(-1, keepdim=True))
     return dx.masked_fill((x == 0).all(-1, keepdim=True), 0) if zero_row_safe else dx
+
+
+# --- gated delta rule ------------------------------------------------------------------------------------------------
+def gated_delta_rule(q, k, v, g, beta, cu, h0, scale):
+    """Token by token: S <- e^g S, d = beta (v - S^T k), S <- S + k d^T, o = scale S^T q. Returns o, final states."""
+    G = v.shape[0] // q.shape[0]
+    q, k = q.repeat_interleave(G, 0), k.repeat_interleave(G, 0)
+    o, ht = torch.zeros_like(v), h0.clone()
+    for n in range(len(cu) - 1):
+        S = h0[n]
+        for t in range(cu[n], cu[n + 1]):
+            S = S * g[:, t].exp()[:, None, None]
+            d = beta[:, t, None] * (v[:, t] - torch.einsum("hkv,hk->hv", S, k[:, t]))
+            S = S + k[:, t, :, None] * d[:, None, :]
+            o[:, t] = scale * torch.einsum("hkv,hk->hv", S, q[:, t])
+        ht[n] = S
+    return o, ht
+
+
+def segment_map(k, v, g, beta):
+    """phi [HV, K, K] and s [HV, K, V] with S_out = phi S_in + s for all tokens as one run."""
+    (HV, T, V), K = v.shape, k.shape[-1]
+    k = k.repeat_interleave(HV // k.shape[0], 0)
+    phi, s = torch.eye(K, dtype=v.dtype).repeat(HV, 1, 1), v.new_zeros(HV, K, V)
+    for t in range(T):
+        kt, bt = k[:, t, :, None], beta[:, t, None, None]
+        step = g[:, t, None, None].exp() * (torch.eye(K, dtype=v.dtype) - bt * kt * kt.mT)
+        phi, s = step @ phi, step @ s + bt * kt * v[:, t, None, :]
+    return phi, s
 
 
 # --- RMSNorm ---------------------------------------------------------------------------------------------------------

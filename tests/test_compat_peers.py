@@ -4,7 +4,8 @@ import inspect
 
 import pytest
 import torch
-from compare import assert_bits
+from compare import assert_bits, assert_close, error
+from delta_rule_case import INPUTS, LAYOUTS, make, truth
 
 import tidegate
 from tidegate import fla
@@ -85,3 +86,42 @@ def test_rope_of_qwen(qwen, isa, layout):
         ours.backward(dy)
         theirs.backward(dy)
         assert_bits("d" + name, a.grad, b.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("G", [1, 2])
+def test_delta_rule_of_qwen(qwen, isa, dtype, G):
+    """Called as the layer calls it: q and k repeated to the value heads, keywords after value."""
+    p = make([150], HK=2, G=G, K=64, V=48, dtype=dtype)
+    raw = p | {"q": p["q"] * 4, "k": p["k"] * 4}
+    q, k, v, g, beta = (LAYOUTS["BSND"](raw[name]) for name in INPUTS)
+    options = {"initial_state": p["h0"], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    repeated = [t.repeat_interleave(G, 2) for t in (q, k)]
+    plain = inspect.unwrap(qwen.torch_chunk_gated_delta_rule)  # not the GPU code that stands in for it with FLA
+    theirs = plain(*repeated, v, g=g, beta=beta, **options)
+    ours = tidegate.chunk_gated_delta_rule(*repeated, v, g=g, beta=beta, **options)
+    grouped = tidegate.chunk_gated_delta_rule(q, k, v, g=g, beta=beta, **options)
+    unit = {name: torch.nn.functional.normalize(raw[name].double(), dim=-1) for name in ("q", "k")}
+    o, final = truth(p | unit)
+    for name, got, same, want, peer in zip(
+        ("o", "final state"), ours, grouped, (LAYOUTS["BSND"](o), final), theirs, strict=True
+    ):
+        assert got.dtype == peer.dtype and got.shape == peer.shape
+        assert_bits(name, same, got)
+        assert_close(name, got, want, 1e-6)
+        assert error(got, want) <= 2 * error(peer, want)
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_delta_rule_of_fla(real_fla, isa, state):
+    """Its plain recurrence; the fast one needs a GPU."""
+    from fla.ops.gated_delta_rule import naive_recurrent_gated_delta_rule
+
+    p = make([90], HK=2, G=1, K=32, V=48, initial=state)
+    q, k, v, g, beta = (LAYOUTS["BSND"](p[name]) for name in INPUTS)
+    options = {"initial_state": p["h0"], "output_final_state": True}
+    theirs = naive_recurrent_gated_delta_rule(q, k, v, beta, g, **options)
+    ours = tidegate.chunk_gated_delta_rule(q, k, v, g, beta, **options)
+    for name, got, want in zip(("o", "final state"), ours, theirs, strict=True):
+        assert got.dtype == want.dtype
+        assert_close(name, got, want, 1e-6)

@@ -132,9 +132,11 @@ def work(seed):
     n, rstd = tidegate.ops.l2norm_fwd(y)
     g, beta = tidegate.ops.gdn_gating_fwd(x[:, :4], x[:, 4:8], weight[:4, 0], layout="TND")
     z = tidegate.ops.rms_norm_gated_fwd(n, y, weight[:64, 0])[0]
+    with torch.no_grad():
+        o = tidegate.ops.chunk_gated_delta_rule_fwd(n[:1], n[1:2], y[2:], g.T[:2], beta.T[:2], layout="NTD")[0]
     loss = z.square().sum() + (g * beta).sum()
     loss.backward()
-    return {"y": y.detach(), "z": z.detach(), "g": g.detach(), "dx": x.grad, "dweight": weight.grad}
+    return {"y": y.detach(), "z": z.detach(), "g": g.detach(), "o": o, "dx": x.grad, "dweight": weight.grad}
 
 
 def test_concurrent_callers_get_serial_results():
