@@ -245,4 +245,101 @@ SEQLENS = [
     ("seqlens", "tokens", -1, ValueError, "tokens: expected >= 0, got -1"),
     ("seqlens", "tokens", 6, ValueError, "cu_seqlens[3]: expected 6 (tokens), got 5"),
 ]
-ROWS = CONV + UPDATE + GATING + NORM + ROPE + SEQLENS
+
+
+def stage_rows(op, first, tokens=21, dimensions=3):
+    """What the stages of the chunked delta rule share; the second sample is packed and head-major."""
+    return [
+        (op, "cu_seqlens", ints(1, 18, 18, tokens), ValueError, "cu_seqlens[0]: expected 0, got 1"),
+        (op, "cu_seqlens", ints(0, 18, 12, tokens), ValueError, "cu_seqlens[2]: expected >= 18, got 12"),
+        (op, "cu_seqlens", ints(0, 18, 18, 20), ValueError, "cu_seqlens[3]: expected 21 (tokens), got 20"),
+        (op, "layout", "SBND", ValueError, "layout: expected BSND, TND, BNSD or NTD, got SBND"),
+        (op, "layout", "BNSD", ValueError, f"{first}: expected {dimensions + 1} dimensions, got {dimensions}"),
+        (op, first, nested(first), ValueError, f"{first}: expected {dimensions + 1} dimensions, got {dimensions + 2}"),
+    ]
+
+
+def other_type(op, *names):
+    """Neither fp32 nor the data type of the first sample, which is fp32 too."""
+    return [(op, n, as_type(n, torch.float16), TypeError, f"{n}: expected dtype float32") for n in names]
+
+
+CHUNK_SIZES = [
+    (op, "chunk_size", size, ValueError, f"chunk_size: expected a chunk size of 16, 32, 64 or 128, got {size}")
+    for op in ("chunk_scaled_dot_kkt", "chunk_gated_delta_rule_fwd_h", "chunk_fwd_o")
+    for size in (-64, 0, 24, 256)
+]
+STAGES = [
+    *CHUNK_SIZES,
+    *stage_rows("chunk_local_cumsum", "g", dimensions=2),
+    ("chunk_local_cumsum", "chunk_size", 12, ValueError, "chunk_size: expected a power of two, got 12"),
+    ("chunk_local_cumsum", "chunk_size", 0, ValueError, "chunk_size: expected a power of two, got 0"),
+    ("chunk_local_cumsum", "reverse", "yes", TypeError, "reverse: expected type bool"),
+    ("chunk_local_cumsum", "scale", NAN, ValueError, "scale: expected a finite number, got nan"),
+    ("chunk_local_cumsum", "floor", NAN, ValueError, "floor: expected a finite number or none, got nan"),
+    ("chunk_local_cumsum", "out_dtype", torch.bfloat16, TypeError, "out: expected dtype float32 or float64"),
+    ("chunk_local_cumsum.out", "out", grown("out", 1), ValueError, "out: expected shape [2, 5, 3] (as g)"),
+    *stage_rows("chunk_scaled_dot_kkt", "k"),
+    *other_type("chunk_scaled_dot_kkt", "beta"),
+    ("chunk_scaled_dot_kkt", "gc", grown("gc", 0), ValueError, "gc: expected shape [4, 21], got [5, 21]"),
+    ("chunk_scaled_dot_kkt", "gc", as_type("gc", torch.bfloat16), TypeError, "gc: expected dtype float32"),
+    ("chunk_scaled_dot_kkt", "beta", grown("beta", 1), ValueError, "beta: expected shape [2, 5, 3], got [2, 6, 3]"),
+    ("chunk_scaled_dot_kkt", "beta", nested("beta"), ValueError, "beta: expected 3 dimensions, got 4"),
+    ("chunk_scaled_dot_kkt", "inter_dtype", torch.float16, TypeError, "A0: expected dtype float32 or bfloat16 (as k)"),
+    ("chunk_scaled_dot_kkt.out", "A0", grown("A0", -1), ValueError, "A0: expected shape [2, 5, 3, 64]"),
+    ("chunk_scaled_dot_kkt.out", "A0", strided("A0"), ValueError, "A0: expected inner stride 1, got 2"),
+    *stage_rows("solve_tril", "A0"),
+    ("solve_tril", "A0", grown("A0", -1), ValueError, "A0: expected a last size of 16, 32, 64 or 128, got 17"),
+    ("solve_tril", "inter_dtype", torch.float64, TypeError, "A: expected dtype float32, bfloat16 or float16 (as A0)"),
+    ("solve_tril.out", "A", grown("A", 1), ValueError, "A: expected shape [2, 5, 3, 16], got [2, 6, 3, 16]"),
+    ("solve_tril.out", "A", strided("A"), ValueError, "A: expected inner stride 1, got 2"),
+    *stage_rows("recompute_w_u", "k"),
+    *other_type("recompute_w_u", "v", "beta", "A", "gc"),
+    ("recompute_w_u", "v", grown("v", 1), ValueError, "v: expected shape [2, 5, 3, 6], got [2, 6, 3, 6]"),
+    ("recompute_w_u", "beta", grown("beta", 2), ValueError, "beta: expected shape [2, 5, 3], got [2, 5, 4]"),
+    ("recompute_w_u", "A", grown("A", -1), ValueError, "A: expected a last size of 16, 32, 64 or 128, got 17"),
+    ("recompute_w_u", "A", grown("A", 2), ValueError, "A: expected shape [2, 5, 3, 16], got [2, 5, 4, 16]"),
+    ("recompute_w_u", "gc", nested("gc"), ValueError, "gc: expected shape [2, 5, 3], got [1, 2, 5, 3]"),
+    ("recompute_w_u", "inter_dtype", torch.float64, TypeError, "w: expected dtype float32 or bfloat16 (as k)"),
+    ("recompute_w_u.out", "w", grown("w", -1), ValueError, "w: expected shape [2, 5, 3, 8], got [2, 5, 3, 9]"),
+    ("recompute_w_u.out", "u", strided("u"), ValueError, "u: expected inner stride 1, got 2"),
+    *stage_rows("chunk_gated_delta_rule_fwd_h", "k"),
+    *other_type("chunk_gated_delta_rule_fwd_h", "w", "u", "gc"),
+    *[
+        ("chunk_gated_delta_rule_fwd_h", argument, wrong, kind, text)
+        for argument, wrong, kind, text in [
+            ("w", grown("w", -1), ValueError, "w: expected shape [2, 5, 3, 8], got [2, 5, 3, 9]"),
+            ("u", grown("u", 1), ValueError, "u: expected shape [2, 5, 3, 6], got [2, 6, 3, 6]"),
+            ("u", nested("u"), ValueError, "u: expected 4 dimensions, got 5"),
+            ("gc", grown("gc", 1), ValueError, "gc: expected shape [2, 5, 3], got [2, 6, 3]"),
+            ("initial_state", grown("initial_state", 0), ValueError, "initial_state: expected 3 states (one per"),
+            ("initial_state", grown("initial_state", 2), ValueError, "expected shape [3, 4, 6, 8], got [3, 4, 7, 8]"),
+            ("initial_state", as_type("initial_state", torch.float64), TypeError, "initial_state: expected dtype"),
+            ("cu_seqlens", ints(0, 18, 21), ValueError, "initial_state: expected 2 states (one per sequence), got 3"),
+            ("output_final_state", "yes", TypeError, "output_final_state: expected type bool"),
+            ("num_chunks", 2, ValueError, "num_chunks: expected 3 (chunks of 16 tokens), got 2"),
+            ("inter_dtype", torch.float16, TypeError, "h: expected dtype float32 or bfloat16 (as k)"),
+        ]
+    ],
+    ("chunk_gated_delta_rule_fwd_h", "state_v_first", "yes", TypeError, "state_v_first: expected type bool"),
+    ("chunk_gated_delta_rule_fwd_h.out", "h", grown("h", 1), ValueError, "h: expected shape [2, 1, 3, 8, 6]"),
+    ("chunk_gated_delta_rule_fwd_h.out", "h", strided("h"), ValueError, "h: expected inner stride 1, got 2"),
+    ("chunk_gated_delta_rule_fwd_h.out", "v_new", grown("v_new", -1), ValueError, "v_new: expected shape"),
+    (
+        "chunk_gated_delta_rule_fwd_h.out",
+        "final_state",
+        grown("final_state", 0),
+        ValueError,
+        "final_state: expected 2 states (one per sequence), got 3",
+    ),
+    *stage_rows("chunk_fwd_o", "q"),
+    *other_type("chunk_fwd_o", "k", "v_new", "h", "gc"),
+    ("chunk_fwd_o", "k", grown("k", -1), ValueError, "k: expected shape [2, 5, 1, 8] (as q), got [2, 5, 1, 9]"),
+    ("chunk_fwd_o", "v_new", grown("v_new", 1), ValueError, "v_new: expected shape [2, 5, 3, 6], got [2, 6, 3, 6]"),
+    ("chunk_fwd_o", "h", grown("h", 1), ValueError, "h: expected shape [2, 1, 3, 8, 6], got [2, 2, 3, 8, 6]"),
+    ("chunk_fwd_o", "gc", grown("gc", 1), ValueError, "gc: expected shape [2, 5, 3], got [2, 6, 3]"),
+    ("chunk_fwd_o", "scale", float("inf"), ValueError, "scale: expected a finite number, got inf"),
+    ("chunk_fwd_o.out", "o", grown("o", -1), ValueError, "o: expected shape [2, 5, 3, 6], got [2, 5, 3, 7]"),
+    ("chunk_fwd_o.out", "o", strided("o"), ValueError, "o: expected inner stride 1, got 2"),
+]
+ROWS = CONV + UPDATE + GATING + NORM + ROPE + SEQLENS + STAGES

@@ -2,8 +2,10 @@
 float32 the same code is the plain computation whose error sets the scale.
 
     conv tensors  x, y [T, D], weight [D, W], state [N, D, S] with the newest sample last, S >= W - 1
-    gate tensors  a, b, g, beta [HV, T];  A_log, dt_bias [HV]
-    rule tensors  q, k [HK, T, K], v, o [HV, T, V], state [N, HV, K, V]; value head h reads key head h // (HV / HK)
+    gate tensors  a, b, g, beta, gc [HV, T];  A_log, dt_bias [HV]
+    delta rule    q, k [HK, T, K], v, o, u, v_new [HV, T, V], w [HV, T, K]; value head h reads key head h // (HV // HK)
+    of a chunk    A0, A [HV, T, C]: row t is token t, columns count from its chunk's start;  h [HV, NT, K, V]
+    states        [N, HV, K, V]
     rows          x [..., D], rstd [...]
     cu            list of N + 1 offsets: sequence n owns tokens cu[n] .. cu[n+1]-1; zero-length sequences are legal
 """
@@ -276,3 +278,94 @@ def partial_rope_bwd(dy, cos, sin):
     d1, d2 = dy[..., : R // 2], dy[..., R // 2 : R]
     (c1, c2), (s1, s2) = cos.chunk(2, -1), sin.chunk(2, -1)
     return torch.cat([d1 * c1 + d2 * s2, d2 * c2 - d1 * s1, dy[..., R:]], -1)
+
+
+# --- gated delta rule ------------------------------------------------------------------------------------------------
+def recurrence(q, k, v, g, beta, cu, h0, scale):
+    """S <- e^g S; d = beta (v - S^T k); S <- S + k d^T; o = scale S^T q, token by token. Returns o, final states."""
+    G = v.shape[0] // q.shape[0]
+    q, k = q.repeat_interleave(G, 0), k.repeat_interleave(G, 0)
+    o, states = torch.zeros_like(v), h0.clone()
+    for n in range(len(cu) - 1):
+        for t in range(cu[n], cu[n + 1]):
+            S = states[n] * g[:, t, None, None].exp()
+            d = beta[:, t, None] * (v[:, t] - torch.einsum("hkv,hk->hv", S, k[:, t]))
+            states[n] = S + k[:, t, :, None] * d[:, None, :]
+            o[:, t] = scale * torch.einsum("hkv,hk->hv", states[n], q[:, t])
+    return o, states
+
+
+def chunk_list(cu, C):
+    """(sequence, first token, end): the grid restarts at every sequence, only a sequence's last chunk is short."""
+    return [(n, s, min(s + C, cu[n + 1])) for n in range(len(cu) - 1) for s in range(cu[n], cu[n + 1], C)]
+
+
+def chunk_local_cumsum(g, cu, C, reverse=False, floor=None):
+    """Running sum inside each chunk; floor bounds single tokens before summing."""
+    g = g if floor is None else g.clamp(min=floor)
+    out = torch.zeros_like(g)
+    for _, s, e in chunk_list(cu, C):
+        out[:, s:e] = g[:, s:e].flip(1).cumsum(1).flip(1) if reverse else g[:, s:e].cumsum(1)
+    return out
+
+
+def decay_matrix(gc):
+    """[..., L] -> e^(gc_i - gc_j) for j <= i, else 0. What is above the diagonal is never exponentiated."""
+    difference = gc[..., :, None] - gc[..., None, :]
+    above = torch.ones_like(difference).triu(1).bool()
+    return difference.masked_fill(above, float("-inf")).exp()
+
+
+def chunk_scaled_dot_kkt(k, gc, beta, cu, C):
+    """A0_ij = beta_i e^(gc_i - gc_j) <k_i, k_j> for j < i."""
+    k = k.repeat_interleave(beta.shape[0] // k.shape[0], 0)
+    A0 = k.new_zeros(*beta.shape, C)
+    for _, s, e in chunk_list(cu, C):
+        products = k[:, s:e] @ k[:, s:e].mT
+        A0[:, s:e, : e - s] = (beta[:, s:e, None] * decay_matrix(gc[:, s:e]) * products).tril(-1)
+    return A0
+
+
+def solve_tril(A0, cu):
+    """(I + A0)^-1 of every chunk, row by row."""
+    A, C = torch.zeros_like(A0), A0.shape[-1]
+    for _, s, e in chunk_list(cu, C):
+        X = torch.eye(C, dtype=A0.dtype).expand(A0.shape[0], C, C).clone()
+        for i in range(1, e - s):
+            X[:, i, :i] -= (A0[:, s + i, None, :i] @ X[:, :i, :i])[:, 0]
+        A[:, s:e] = X[:, : e - s]
+    return A
+
+
+def recompute_w_u(k, v, beta, A, gc, cu, C):
+    """u = A (beta v), w = A (beta e^gc k)."""
+    k = k.repeat_interleave(v.shape[0] // k.shape[0], 0)
+    w, u = torch.zeros_like(k), torch.zeros_like(v)
+    for _, s, e in chunk_list(cu, C):
+        a, b = A[:, s:e, : e - s], beta[:, s:e, None]
+        u[:, s:e] = a @ (b * v[:, s:e])
+        w[:, s:e] = a @ (b * gc[:, s:e, None].exp() * k[:, s:e])
+    return w, u
+
+
+def chunk_gated_delta_rule_fwd_h(k, w, u, gc, cu, C, h0):
+    """h = S at each chunk's start, v_new = u - w S, S <- e^gl S + k^T (e^(gl - gc) v_new). Returns h, v_new, states."""
+    k = k.repeat_interleave(u.shape[0] // k.shape[0], 0)
+    v_new, states, h = torch.zeros_like(u), h0.clone(), []
+    for n, s, e in chunk_list(cu, C):
+        S, g = states[n].clone(), gc[:, s:e, None]
+        h.append(S)
+        v_new[:, s:e] = u[:, s:e] - w[:, s:e] @ S
+        states[n] = g[:, -1:].exp() * S + k[:, s:e].mT @ ((g[:, -1:] - g).exp() * v_new[:, s:e])
+    return torch.stack(h, 1), v_new, states
+
+
+def chunk_fwd_o(q, k, v_new, h, gc, scale, cu, C):
+    """o = scale (e^gc (q S) + tril(q k^T * decay) v_new)."""
+    G = v_new.shape[0] // q.shape[0]
+    q, k = q.repeat_interleave(G, 0), k.repeat_interleave(G, 0)
+    o = torch.zeros_like(v_new)
+    for i, (_, s, e) in enumerate(chunk_list(cu, C)):
+        P = (q[:, s:e] @ k[:, s:e].mT) * decay_matrix(gc[:, s:e])
+        o[:, s:e] = scale * (gc[:, s:e, None].exp() * (q[:, s:e] @ h[:, i]) + P @ v_new[:, s:e])
+    return o

@@ -118,6 +118,23 @@ def _(ctx, dy):
     return ops.partial_rope_bwd(dy, cos, sin, **ctx.options), None, None
 
 
+def _cumsum_setup(ctx, inputs, keyword_only_inputs, output):
+    g, ctx.chunk_size, cu_seqlens = inputs
+    ctx.floor = keyword_only_inputs["floor"]
+    ctx.save_for_backward(cu_seqlens, None if ctx.floor is None else g)
+    ctx.options = {k: keyword_only_inputs[k] for k in ("reverse", "scale", "layout")}
+    ctx.dtype = g.dtype
+
+
+@_gradient("chunk_local_cumsum", _cumsum_setup)
+def _(ctx, dout):
+    """The same operator from the other end; a gate at its floor does not move the sum."""
+    cu_seqlens, g = ctx.saved_tensors
+    options = {**ctx.options, "reverse": not ctx.options["reverse"], "out_dtype": dout.dtype}
+    dg = ops.chunk_local_cumsum(dout, ctx.chunk_size, cu_seqlens, **options).to(ctx.dtype)
+    return dg if ctx.floor is None else dg.masked_fill(g <= ctx.floor, 0), None, None
+
+
 def _refuse_gradient(name, reason):
     def backward(ctx, *grads):
         raise RuntimeError(f"{name}: {reason}")
@@ -159,3 +176,11 @@ for _name in names:
 for _name in ("chunk_gated_delta_rule_fwd", "gdn_segment_map", "gdn_segment_combine"):
     _refuse_gradient(_name, "a gradient is not supported yet: use it under torch.no_grad()")
 _refuse_gradient("mrope_cos_sin", "a gradient of the position tables is not supported")
+for _name in (
+    "chunk_scaled_dot_kkt",
+    "solve_tril",
+    "recompute_w_u",
+    "chunk_gated_delta_rule_fwd_h",
+    "chunk_fwd_o",
+):
+    _refuse_gradient(_name, "a gradient of a single stage is not supported")

@@ -232,3 +232,65 @@ def _(position_ids, inv_freq, section, *, scaling=1.0, dtype=torch.float32):
 def _(cu_seqlens=None, seq_idx=None, position_ids=None, *, tokens):
     given = next(t for t in (cu_seqlens, seq_idx, position_ids) if t is not None)
     return given.new_empty((tokens + 1,), dtype=torch.int32)
+
+
+@_fake("chunk_local_cumsum")
+def _(g, chunk_size, cu_seqlens=None, *, out_dtype=None, **_options):
+    return g.new_empty(g.shape, dtype=out_dtype or wide(g))
+
+
+@_fake("chunk_scaled_dot_kkt")
+def _(k, gc, beta, cu_seqlens=None, *, chunk_size=64, inter_dtype=None, layout="BSND"):
+    return k.new_empty((*beta.shape, chunk_size), dtype=inter_dtype or wide(k))
+
+
+@_fake("solve_tril")
+def _(A0, cu_seqlens=None, *, inter_dtype=None, layout="BSND"):
+    return A0.new_empty(A0.shape, dtype=inter_dtype or wide(A0))
+
+
+@_fake("recompute_w_u")
+def _(k, v, beta, A, gc, cu_seqlens=None, *, inter_dtype=None, layout="BSND"):
+    dtype = inter_dtype or wide(k)
+    return k.new_empty((*beta.shape, k.shape[-1]), dtype=dtype), v.new_empty(v.shape, dtype=dtype)
+
+
+def _chunk_count(tokens, chunk_size, cu_seqlens, num_chunks):
+    """Chunks in a row. With boundaries their number depends on values: the caller says it, or it stays unknown."""
+    if cu_seqlens is None:
+        return (tokens + chunk_size - 1) // chunk_size
+    return torch.library.get_ctx().new_dynamic_size() if num_chunks is None else num_chunks
+
+
+@_fake("chunk_gated_delta_rule_fwd_h")
+def _(
+    k,
+    w,
+    u,
+    gc,
+    initial_state=None,
+    cu_seqlens=None,
+    *,
+    chunk_size=64,
+    output_final_state=False,
+    state_v_first=False,
+    num_chunks=None,
+    inter_dtype=None,
+    layout="BSND",
+):
+    rows = k.shape[0] if layout in ("BSND", "BNSD") else 1
+    tokens, heads = (-1, -2) if layout in ("BNSD", "NTD") else (-2, -1)
+    K, V, dtype = k.shape[-1], u.shape[-1], inter_dtype or wide(k)
+    steps = list(gc.shape)
+    steps[tokens] = _chunk_count(gc.shape[tokens], chunk_size, cu_seqlens, num_chunks)
+    final_state = _nothing(k, wide(k))
+    if output_final_state:
+        count = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else rows
+        state = (V, K) if state_v_first else (K, V)
+        final_state = k.new_empty((count, gc.shape[heads], *state), dtype=wide(k))
+    return k.new_empty((*steps, K, V), dtype=dtype), u.new_empty(u.shape, dtype=dtype), final_state
+
+
+@_fake("chunk_fwd_o")
+def _(q, k, v_new, h, gc, cu_seqlens=None, **_options):
+    return v_new.new_empty(v_new.shape, dtype=q.dtype)

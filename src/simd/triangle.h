@@ -35,16 +35,29 @@ template <int R>
   }
 }
 
+// Long sums of products have two levels: this many terms in one chain, then the chains.
+constexpr int64_t kTerms = 64;
+
 // out(i, j) = <rows_i, columns_j> for j <= i; what lies above the diagonal in the same panel is written and worthless.
 // rows [count][width] packed, columns as panels of the transpose, out with `pitch` elements from row to row.
 inline void lower_products(const float* rows, const float* columns, int64_t count, int64_t width, float* out,
                            int64_t pitch) {
   for (int64_t first = 0; first < count; first += kPanel, columns += width * kPanel) {
     for_tiles(first, count, [&](int64_t i, auto size) {
-      Tile<decltype(size)::value> t;
-      clear(t);
-      add_product(t, Left{rows + i * width, width, 1}, columns, width);
-      store_tile(t, out + i * pitch + first, pitch);
+      constexpr int R = decltype(size)::value;
+      float* to = out + i * pitch + first;
+      for (int64_t k = 0; k < width; k += kTerms) {
+        Tile<R> t;
+        clear(t);
+        add_product(t, Left{rows + i * width + k, width, 1}, columns + k * kPanel,
+                    width - k < kTerms ? width - k : kTerms);
+        for (int r = 0; r < R && k > 0; ++r) {
+          for (int c = 0; c < kTileVectors; ++c) {
+            t.v[r][c] = load(to + r * pitch + c * kLanes) + t.v[r][c];
+          }
+        }
+        store_tile(t, to, pitch);
+      }
     });
   }
 }

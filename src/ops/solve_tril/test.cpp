@@ -22,6 +22,26 @@ TEST(SolveTril, BitsDoNotDependOnMemoryPackingOrThreads) { expect_stage(kStage);
 TEST(SolveTril, NaNStaysCausal) { expect_causal(kStage); }
 TEST(SolveTril, PaddingIsLeftAlone) { expect_padding_untouched(kStage); }
 
+// A row that is not finite leaves zeros after the diagonal, and through them the later columns of later rows.
+TEST(SolveTril, NaNStaysBeforeTheDiagonal) {
+  for_each_isa([] {
+    for (const std::int64_t bad : {3, 20, 50}) {
+      Random random;
+      Tensor A0 = normal(random, DType::kF32, {64, 1, 64}, {}, 0.1);
+      A0.set(bad * 64, std::nan(""));
+      const Tensor A(DType::kF32, {64, 1, 64});
+      solve_tril(A0, A, SeqLens::dense(1, 64), Layout::kTND);
+      for (std::int64_t i = 0; i < 64; ++i) {
+        for (std::int64_t j = 0; j < 64; ++j) {
+          const double x = A.get(i * 64 + j);
+          ASSERT_TRUE(i < bad || j <= bad ? j <= i || x == 0.0 : std::isfinite(x)) << i << " " << j << " " << x;
+          ASSERT_TRUE(j != i || x == 1.0);
+        }
+      }
+    }
+  });
+}
+
 // max |(I + A0) A - I| for keys that hardly differ and write strengths up to 2.
 TEST(SolveTril, Residual) {
   for_each_isa([] {
