@@ -280,21 +280,7 @@ def partial_rope_bwd(dy, cos, sin):
     return torch.cat([d1 * c1 + d2 * s2, d2 * c2 - d1 * s1, dy[..., R:]], -1)
 
 
-# --- gated delta rule ------------------------------------------------------------------------------------------------
-def recurrence(q, k, v, g, beta, cu, h0, scale):
-    """S <- e^g S; d = beta (v - S^T k); S <- S + k d^T; o = scale S^T q, token by token. Returns o, final states."""
-    G = v.shape[0] // q.shape[0]
-    q, k = q.repeat_interleave(G, 0), k.repeat_interleave(G, 0)
-    o, states = torch.zeros_like(v), h0.clone()
-    for n in range(len(cu) - 1):
-        for t in range(cu[n], cu[n + 1]):
-            S = states[n] * g[:, t, None, None].exp()
-            d = beta[:, t, None] * (v[:, t] - torch.einsum("hkv,hk->hv", S, k[:, t]))
-            states[n] = S + k[:, t, :, None] * d[:, None, :]
-            o[:, t] = scale * torch.einsum("hkv,hk->hv", states[n], q[:, t])
-    return o, states
-
-
+# --- stages of the chunked rule --------------------------------------------------------------------------------------
 def chunk_list(cu, C):
     """(sequence, first token, end): the grid restarts at every sequence, only a sequence's last chunk is short."""
     return [(n, s, min(s + C, cu[n + 1])) for n in range(len(cu) - 1) for s in range(cu[n], cu[n + 1], C)]

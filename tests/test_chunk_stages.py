@@ -79,7 +79,7 @@ def chain(p, C=64, scale=0.25, dtype=torch.float64, given=None, gc=None):
 
 def recurrence(p, scale=0.25):
     inputs = [p[name].double() for name in ("q", "k", "v", "g", "beta")]
-    o, ht = golden.recurrence(*inputs, golden.cu_from_lengths(p["lengths"]), p["h0"].double(), scale)
+    o, ht = golden.gated_delta_rule(*inputs, golden.cu_from_lengths(p["lengths"]), p["h0"].double(), scale)
     return {"o": o, "ht": ht}
 
 

@@ -81,38 +81,62 @@ inline void unpack_row(const float* from, const Matrix& m, int64_t row, int64_t 
   });
 }
 
+// Columns [c0, c0 + kPanel) of rows to a panel; columns beyond `width` are 0.
+template <class T>
+inline void load_panel(const T* from, int64_t step, int64_t rows, int64_t c0, int64_t width, float* panel) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int c = 0; c < kPanel; c += kLanes) {
+      store(panel + r * kPanel + c, load_part(from + r * step + c0 + c, width - c0 - c));
+    }
+  }
+}
+
+template <class T>
+inline void store_panel(const float* panel, int64_t rows, int64_t c0, int64_t width, T* to, int64_t step) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int c = 0; c < kPanel; c += kLanes) {
+      store_part(to + r * step + c0 + c, load(panel + r * kPanel + c), width - c0 - c);
+    }
+  }
+}
+
+// The same past the caches, where every row is whole and on a cache line.
+inline bool can_stream_panel(const float* to, int64_t step, int64_t c0, int64_t width) {
+  return (reinterpret_cast<uintptr_t>(to + c0) | static_cast<uintptr_t>(step * 4)) % 64 == 0 && c0 + kPanel <= width;
+}
+inline void stream_panel(const float* panel, int64_t rows, int64_t c0, float* to, int64_t step) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int c = 0; c < kPanel; c += kLanes) {
+      stream(to + r * step + c0 + c, load(panel + r * kPanel + c));
+    }
+  }
+}
+
 // The panel that begins at column `first` of `columns`. Row r is multiplied by factor[r] if there are factors.
 inline void pack_panel(const Matrix& m, int64_t rows, int64_t first, int64_t columns, const float* factor,
                        float* panel) {
-  with_type(m.type, [&]<class T>(T*) {
-    for (int64_t r = 0; r < rows; ++r) {
-      const T* from = reinterpret_cast<const T*>(m.data) + r * m.pitch + first;
-      const F32 scale = set1(factor == nullptr ? 1.0f : factor[r]);
-      for (int c = 0; c < kPanel; c += kLanes) {
-        store(panel + r * kPanel + c, scale * load_part(from + c, columns - first - c));
-      }
+  with_type(m.type,
+            [&]<class T>(T*) { load_panel(reinterpret_cast<const T*>(m.data), m.pitch, rows, first, columns, panel); });
+  for (int64_t r = 0; factor != nullptr && r < rows; ++r) {
+    for (int c = 0; c < kPanel; c += kLanes) {
+      store(panel + r * kPanel + c, set1(factor[r]) * load(panel + r * kPanel + c));
     }
-  });
+  }
 }
 
 inline void unpack_panel(const float* panel, const Matrix& m, int64_t rows, int64_t first, int64_t columns) {
-  with_type(m.type, [&]<class T>(T*) {
-    for (int64_t r = 0; r < rows; ++r) {
-      T* to = reinterpret_cast<T*>(m.data) + r * m.pitch + first;
-      for (int c = 0; c < kPanel; c += kLanes) {
-        store_part(to + c, load(panel + r * kPanel + c), columns - first - c);
-      }
-    }
-  });
+  with_type(m.type,
+            [&]<class T>(T*) { store_panel(panel, rows, first, columns, reinterpret_cast<T*>(m.data), m.pitch); });
 }
 
-// Packed rows [count][width] to the panels of their transpose: panel p holds columns p kPanel .. of [width][count].
-inline void transpose_panels(const float* rows, int64_t count, int64_t width, float* panels) {
+// Rows [count][width], `pitch` apart, to the panels of their transpose: panel p holds columns p kPanel .. of
+// [width][count].
+inline void transpose_panels(const float* rows, int64_t pitch, int64_t count, int64_t width, float* panels) {
   for (int64_t first = 0; first < count; first += kPanel) {
     const int64_t n = count - first < kPanel ? count - first : kPanel;
     for (int64_t c = 0; c < width; ++c, panels += kPanel) {
       for (int64_t j = 0; j < n; ++j) {
-        panels[j] = rows[(first + j) * width + c];
+        panels[j] = rows[(first + j) * pitch + c];
       }
       for (int64_t j = n; j < kPanel; ++j) {
         panels[j] = 0.0f;

@@ -54,7 +54,7 @@ void run(const Args& a, const ChunkSpan& c, int64_t key_head, float* block) noex
   const int64_t pitch = whole_panels(a.C);
   pack_rows(chunk_rows(a.q, c, key_head), c.length, a.K, b.q);
   pack_rows(chunk_rows(a.k, c, key_head), c.length, a.K, b.k);
-  transpose_panels(b.k, c.length, a.K, b.columns);
+  transpose_panels(b.k, a.K, c.length, a.K, b.columns);
   lower_products(b.q, b.columns, c.length, a.K, b.products, pitch);
   for (int r = 0; r < kTileRows; ++r) {
     b.scale[r] = a.scale;

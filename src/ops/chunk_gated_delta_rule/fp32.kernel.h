@@ -40,9 +40,7 @@ struct Fp32Products {
   void open(const Args& a, const Unit& u, Chunk& s) const {
     load_rows(at<const T>(a.k, u.row, s.begin, u.key_head), a.k.token, s.L, a.K, k, pitch, s.k_inverse,
               a.use_qk_l2norm);
-    for (int64_t c = 0; c < s.L; c += kPanel) {
-      transpose(k + c * pitch, pitch, s.L - c < kPanel ? s.L - c : kPanel, a.K, kt + c * a.K, kPanel);
-    }
+    transpose_panels(k, pitch, s.L, a.K, kt);
     lower_products(a, k, s.L, s.kk);
     if (a.o.data != nullptr) {
       load_rows(at<const T>(a.q, u.row, s.begin, u.key_head), a.q.token, s.L, a.K, q, pitch, s.q_inverse,

@@ -3,7 +3,7 @@
 
 #include "ops/chunk_gated_delta_rule/kernel.h"
 #include "simd/lanes.h"
-#include "simd/panel.h"
+#include "simd/panels.h"
 #include "simd/row_sums.h"
 
 namespace tidegate::TIDEGATE_ISA {

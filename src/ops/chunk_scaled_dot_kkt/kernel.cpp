@@ -30,7 +30,7 @@ void run(const Args& a, const ChunkSpan& c, int64_t key_head, float* block) noex
   const Buffers b(a, room);
   const int64_t pitch = whole_panels(a.C);
   pack_rows(chunk_rows(a.k, c, key_head), c.length, a.K, b.rows);
-  transpose_panels(b.rows, c.length, a.K, b.columns);
+  transpose_panels(b.rows, a.K, c.length, a.K, b.columns);
   lower_products(b.rows, b.columns, c.length, a.K, b.products, pitch);
   for (int64_t head = key_head * a.group; head < (key_head + 1) * a.group; ++head) {
     gather_gates(a.beta, c, head, b.beta);

@@ -1,7 +1,7 @@
 // phi2 x + add, panel by panel.
 #include "ops/gdn_segment_combine/kernel.h"
 
-#include "simd/panel.h"
+#include "simd/panels.h"
 
 namespace tidegate::TIDEGATE_ISA {
 namespace {
