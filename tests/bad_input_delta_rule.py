@@ -1,6 +1,6 @@
 """Wrong values for the operators of the gated delta rule; see bad_input_rows.py.
 
-Samples: two rows of 5 tokens, 1 key head and 2 value heads, K = 4, V = 3, fp32; and three sequences of 3, 0 and 6 tokens,
+Samples: two rows of 5 tokens, 1 key head and 2 value heads, K = 4, V = 3, fp32; and three sequences of 3, 0, 6 tokens,
 2 key heads and 4 value heads, bf16 with fp32 gates and states, all options set."""
 
 import torch

@@ -14,7 +14,7 @@ T, D, W, HV, V = 2048, 512, 4, 32, 128
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 CU = [0, 1, 66, 66, 700, T]
 
-# Bounds on the relative rms error: fp32 results, bf16 results. Rounding an exact result to bf16 costs 1.66e-3 by itself.
+# Bounds on the relative rms error: fp32 results, bf16 results. Rounding an exact result to bf16 alone costs 1.66e-3.
 BOUNDS = {
     "causal_conv1d": ("2e-7, gradients 5e-7", "1.8e-3"),
     "gdn_gating": ("3e-7, gradients 1e-6", "beta 1.8e-3"),

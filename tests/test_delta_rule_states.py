@@ -52,8 +52,8 @@ def test_snapshots(isa, dtype, kind):
     assert run(p, snapshot_at=torch.zeros(0, 2, dtype=kind))["snapshots"].shape == (0, 2, 20, 40)
 
 
-def test_chunk_size():
-    assert tidegate.chunk_size() == 64
+def test_chunk_size(isa):
+    assert tidegate.chunk_size() in (16, 32, 64, 128)  # prefix caches want a power of two
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

@@ -99,9 +99,7 @@ def _prefill(precision, into=False):
         more = dict(precision=precision, cu_seqlens=torch.tensor(item.cu, dtype=torch.int32) if packed else None)
         note = f"precision {precision}"
         if not into:
-            return Run(
-                lambda: op(*args, output_final_state=True, **more), lambda r: {"o": r[0], "S": r[1]}, note
-            )
+            return Run(lambda: op(*args, output_final_state=True, **more), lambda r: {"o": r[0], "S": r[1]}, note)
         o, S = torch.empty_like(x["v"]), torch.empty(len(item.lengths), item.sizes["HV"], 128, 128)
 
         def call():

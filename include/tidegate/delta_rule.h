@@ -46,7 +46,7 @@ struct ChunkGatedDeltaRuleOptions {
 
 //   q, k           [B,T,HK,K] | [T,HK,K] | [B,HK,T,K] | [HK,T,K] by layout; fp32, bf16, fp16 (fp64: reference path)
 //   v, o           the same with HV, V, same type as q;  o may be absent (only the state is wanted)
-//   g, beta        [B,T,HV] | [T,HV] | [B,HV,T] | [HV,T]; any float type. g <= -104 is a reset: nothing before it counts
+//   g, beta        [B,T,HV] | [T,HV] | [B,HV,T] | [HV,T]; any float type. g <= -104 is a reset: it forgets everything
 //   initial_state  [N,HV,K,V] any float type, or absent = 0
 //   final_state    [N,HV,K,V] fp32 or bf16, or absent
 //   snapshots      [M,HV,K,V] fp32, one for every entry of snapshot_at, or absent
