@@ -100,16 +100,9 @@ inline void store_panel(const float* panel, int64_t rows, int64_t c0, int64_t wi
   }
 }
 
-// The same past the caches, where every row is whole and on a cache line.
+// True if the rows of a panel are whole and on cache lines, so that they may be written past the caches.
 inline bool can_stream_panel(const float* to, int64_t step, int64_t c0, int64_t width) {
   return (reinterpret_cast<uintptr_t>(to + c0) | static_cast<uintptr_t>(step * 4)) % 64 == 0 && c0 + kPanel <= width;
-}
-inline void stream_panel(const float* panel, int64_t rows, int64_t c0, float* to, int64_t step) {
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int c = 0; c < kPanel; c += kLanes) {
-      stream(to + r * step + c0 + c, load(panel + r * kPanel + c));
-    }
-  }
 }
 
 // The panel that begins at column `first` of `columns`. Row r is multiplied by factor[r] if there are factors.

@@ -158,7 +158,7 @@ struct Bf16Products {
     }
   }
 
-  void advance(const Args& a, Chunk& s, int64_t tokens, const float* from, float* to) const {
+  void advance(const Args& a, Chunk& s, int64_t tokens, const float* from, float* to, Copy copy = {}) const {
     const int64_t last = tokens - 1;
     const int64_t first = s.gates.first[last];
     float weight[kChunk];
@@ -191,7 +191,7 @@ struct Bf16Products {
       if (tokens % 2 == 1) {
         add_product(t, LeftPairs{edge + 2 * (token_pitch + m), 1, token_pitch}, step + 2 * end * kPanel, 1);
       }
-      store_tile(t, to + m * kPanel);
+      store_state_tile(t, m, to, copy);
     });
   }
 };

@@ -101,6 +101,21 @@ template <int R>
   }
 }
 
+// Where a panel of the state also goes, past the caches and row by row while the rows are computed; null: nowhere.
+struct Copy {
+  float* to;
+  int64_t step;
+};
+template <int R>
+[[gnu::always_inline]] inline void store_state_tile(const Tile<R>& t, int64_t row, float* to, Copy copy) {
+  store_tile(t, to + row * kPanel);
+  for (int r = 0; r < R && copy.to != nullptr; ++r) {
+    for (int c = 0; c < kTileVectors; ++c) {
+      stream(copy.to + (row + r) * copy.step + c * kLanes, t.v[r][c]);
+    }
+  }
+}
+
 // The state times its decay over the chunk's first tokens, or nothing if a reset lies among them.
 template <int R>
 [[gnu::always_inline]] inline void decayed_state(const Chunk& s, int64_t last, const float* from, Tile<R>& t) {

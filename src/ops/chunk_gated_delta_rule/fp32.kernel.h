@@ -76,8 +76,9 @@ struct Fp32Products {
     store_tile(t, s.output + i * kPanel);
   }
 
-  // to = the state after the chunk's first `tokens` tokens; `from` is the state before the chunk.
-  void advance(const Args& a, Chunk& s, int64_t tokens, const float* from, float* to) const {
+  // to = the state after the chunk's first `tokens` tokens; `from` is the state before the chunk. A copy
+  // of it may go elsewhere.
+  void advance(const Args& a, Chunk& s, int64_t tokens, const float* from, float* to, Copy copy = {}) const {
     const int64_t last = tokens - 1;
     const int64_t first = s.gates.first[last];
     float weight[kChunk];
@@ -91,7 +92,7 @@ struct Fp32Products {
       Tile<decltype(rows)::value> t;
       decayed_state(s, last, from + m * kPanel, t);
       add_product(t, {k + first * pitch + m, 1, pitch}, step + first * kPanel, tokens - first);
-      store_tile(t, to + m * kPanel);
+      store_state_tile(t, m, to, copy);
     });
   }
 };

@@ -112,14 +112,18 @@ struct Run {
   void write(const States& to, int64_t slot, int64_t head, int64_t c0, const float* state) {
     with_state(to, slot, head, [&](auto* p) { store_state(state, to, a.K, c0, a.V, p); });
   }
-  // Nobody reads a snapshot soon, and there may be more of them than any cache holds.
+  float* snapshot_at(int64_t index, int64_t head) {
+    return static_cast<float*>(a.snapshots.data) + index * a.snapshots.slot + head * a.snapshots.head;
+  }
   void write_snapshot(int64_t index, int64_t head, int64_t c0, const float* state) {
-    float* p = static_cast<float*>(a.snapshots.data) + index * a.snapshots.slot + head * a.snapshots.head;
-    if (a.snapshots.value == 1 && can_stream_panel(p, a.snapshots.key, c0, a.V)) {
-      stream_panel(state, a.K, c0, p, a.snapshots.key);
-    } else {
-      store_state(state, a.snapshots, a.K, c0, a.V, p);
-    }
+    store_state(state, a.snapshots, a.K, c0, a.V, snapshot_at(index, head));
+  }
+  // Nobody reads a snapshot soon, and there may be more of them than any cache holds: where memory allows, they are
+  // written past the caches.
+  Copy streamed_snapshot(int64_t index, int64_t head, int64_t c0) {
+    float* p = snapshot_at(index, head);
+    const bool can = a.snapshots.value == 1 && can_stream_panel(p, a.snapshots.key, c0, a.V);
+    return can ? Copy{p + c0, a.snapshots.key} : Copy{};
   }
 
   void read_states() {
@@ -149,8 +153,13 @@ struct Run {
       x.advance(a, s, snapshot->token - start, state, spare);
       write_snapshot(snapshot->index, head, c0, spare);
     }
-    x.advance(a, s, s.L, state, state);
-    for (; snapshot != snapshots_end && snapshot->token == start + s.L; ++snapshot) {
+    Copy copy = {};
+    if (snapshot != snapshots_end && snapshot->token == start + s.L) {
+      copy = streamed_snapshot(snapshot->index, head, c0);
+    }
+    x.advance(a, s, s.L, state, state, copy);
+    for (snapshot += copy.to != nullptr ? 1 : 0; snapshot != snapshots_end && snapshot->token == start + s.L;
+         ++snapshot) {
       write_snapshot(snapshot->index, head, c0, state);
     }
   }
