@@ -19,6 +19,7 @@ BOUNDS = {
     "causal_conv1d": ("2e-7, gradients 5e-7", "1.8e-3"),
     "gdn_gating": ("3e-7, gradients 1e-6", "beta 1.8e-3"),
     "l2norm": ("3e-7", "1.8e-3"),
+    "chunk_gated_delta_rule": ("1e-6", "1.8e-3, state 1e-6"),
     "rms_norm_gated fp32": ("3e-7", "1.8e-3"),
     "rms_norm": ("3e-7", "1.8e-3"),
     "partial_rope fp32": ("2e-7", "1.8e-3"),
@@ -62,6 +63,18 @@ def l2norm(dtype, rand):
     return pair(("y", "dx"), (y, dx), (truth, golden.l2norm_bwd(x.double(), r, dy.double())))
 
 
+def delta_rule(dtype, rand):
+    """Half of the heads forget slowly, so that the state matters over many chunks."""
+    H, K, tokens, cu = 4, 128, 768, [0, 1, 66, 66, 300, 768]
+    q, k = (torch.nn.functional.normalize(torch.randn(H // 2, tokens, K), dim=-1).to(dtype) for _ in range(2))
+    v, beta, h0 = rand(H, tokens, V), torch.rand(H, tokens).to(dtype), torch.randn(len(cu) - 1, H, K, V)
+    g = -torch.tensor([0.005, 0.005, 0.5, 2.0])[:, None] * torch.rand(H, tokens)
+    args = dict(cu_seqlens=torch.tensor(cu), output_final_state=True, layout="NTD")
+    o, state, _ = ops.chunk_gated_delta_rule_fwd(q, k, v, g, beta, h0, **args)
+    truth = golden.gated_delta_rule(*(t.double() for t in (q, k, v, g, beta)), cu, h0.double(), K**-0.5)
+    return pair(("o", "state"), (o, state), truth)
+
+
 def gated(rounding):
     def run(dtype, rand):
         x, z, w, dy = rand(T, V), rand(T, V), rand(V), rand(T, V)
@@ -97,6 +110,7 @@ CASES = {
     "causal_conv1d": conv,
     "gdn_gating": gating,
     "l2norm": l2norm,
+    "chunk_gated_delta_rule": delta_rule,
     "rms_norm_gated fp32": gated("fp32"),
     "rms_norm_gated hf": gated("hf"),
     "rms_norm": rms_norm,
