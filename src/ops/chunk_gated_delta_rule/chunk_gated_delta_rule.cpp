@@ -166,7 +166,12 @@ void chunk_gated_delta_rule_fwd(const TensorView& q, const TensorView& k, const 
                                 const ChunkGatedDeltaRuleOptions& options) {
   const FloatEnvironment environment;
   const chunk_gated_delta_rule::Tensors t{q, k, v, g, beta, initial_state, o, final_state, snapshots};
-  run(check_call("chunk_gated_delta_rule_fwd", t, seq, options), t, seq, options);
+  const chunk_gated_delta_rule::Problem p = check_call("chunk_gated_delta_rule_fwd", t, seq, options);
+  if (options.time_segments > 1 && k.dtype != DType::kF64) {
+    run_split(p, t, seq, options);
+  } else {
+    run(p, t, seq, options);
+  }
 }
 
 std::int64_t chunk_size() { return chunk_gated_delta_rule_kernels_for(active_isa()).chunk; }

@@ -121,6 +121,12 @@ Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, co
   p.scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.sizes.K)));
   check(std::isfinite(p.scale), op, ": scale: expected a finite number, got ", p.scale);
 
+  check(options.time_segments >= 1, op, ": time_segments: expected >= 1, got ", options.time_segments);
+  if (options.time_segments > 1) {
+    check(seq.rows() == 1, op, ": time_segments: expected 1 with ", seq.rows(), " rows, got ", options.time_segments);
+    check(options.snapshot_at.empty() && options.state_indices.empty(), op,
+          ": time_segments: expected 1 with snapshots or a pool, got ", options.time_segments);
+  }
   const bool pool = !options.state_indices.empty();
   check(!pool || t.initial_state.defined() || t.final_state.defined(), op,
         ": state_indices: expected none without states, got a list");

@@ -36,4 +36,7 @@ void reference_fwd(const Problem& p, const Tensors& t, const SeqLens& seq, const
 // Checked arguments to the kernels, or to the reference for fp64.
 void run(const Problem& p, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options);
 
+// The same with every sequence cut into options.time_segments segments. Not for fp64.
+void run_split(const Problem& p, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options);
+
 }  // namespace tidegate::chunk_gated_delta_rule

@@ -14,7 +14,8 @@ void gdn_segment_map(const TensorView& k, const TensorView& v, const TensorView&
   constexpr std::string_view op = "gdn_segment_map";
   const FloatEnvironment environment;
   check(options.snapshot_at.empty() && options.state_indices.empty() && options.has_initial_state.empty() &&
-            !options.state_v_first && !options.out_layout.has_value() && !options.scale.has_value(),
+            !options.state_v_first && !options.out_layout.has_value() && !options.scale.has_value() &&
+            options.time_segments == 1,
         op, ": options: expected none about states, snapshots or o, got one");
   check_present(op, {"phi", phi});
   check_present(op, {"s", s});

@@ -1,4 +1,6 @@
 // gdn_segment_combine: checks, partition, dispatch.
+#include <string>
+
 #include "base/arena.h"
 #include "base/checks.h"
 #include "base/float_environment.h"
@@ -41,28 +43,39 @@ void gdn_segment_combine(const TensorView& phi1, const TensorView& s1, const Ten
                          const TensorView& phi, const TensorView& s) {
   constexpr std::string_view op = "gdn_segment_combine";
   const FloatEnvironment environment;
-  check_present(op, {"phi1", phi1});
-  check(phi1.rank >= 2, op, ": phi1: expected at least 2 dimensions, got ", phi1.rank);
-  check(phi1.dtype == DType::kF32 || phi1.dtype == DType::kF64, op, ": phi1: expected dtype float32 or float64, got ",
-        phi1.dtype);
-  check(phi1.size(-1) == phi1.size(-2), op, ": phi1: expected square matrices, got ", Shape{phi1});
+  if (phi1.defined() || phi.defined()) {
+    check_present(op, {"phi1", phi1});
+    check_present(op, {"phi", phi});
+  }
+  const Named lead = phi1.defined() ? Named{"phi1", phi1} : Named{"phi2", phi2};
+  check_present(op, lead);
+  check(lead.tensor.rank >= 2, op, ": ", lead.name, ": expected at least 2 dimensions, got ", lead.tensor.rank);
+  check(lead.tensor.dtype == DType::kF32 || lead.tensor.dtype == DType::kF64, op, ": ", lead.name,
+        ": expected dtype float32 or float64, got ", lead.tensor.dtype);
+  check(lead.tensor.size(-1) == lead.tensor.size(-2), op, ": ", lead.name, ": expected square matrices, got ",
+        Shape{lead.tensor});
   check_present(op, {"s1", s1});
-  TensorView like = phi1;
-  like.sizes[like.rank - 1] = s1.rank == phi1.rank ? s1.size(-1) : 0;
-  check_same_shape(op, {"s1", s1}, {"phi1 with the width of s1", like});
-  for (const auto& [name, t] : {Named{"phi2", phi2}, Named{"phi", phi}}) {
-    check_same_shape(op, {name, t}, {"phi1", phi1});
+  const std::string wide_name = std::string(lead.name) + " with the width of s1";
+  TensorView like = lead.tensor;
+  like.sizes[like.rank - 1] = s1.rank == like.rank ? s1.size(-1) : 0;
+  check_same_shape(op, {"s1", s1}, {wide_name, like});
+  for (const auto& [name, t] : {Named{"phi2", phi2}, Named{"phi", phi.defined() ? phi : lead.tensor}}) {
+    check_same_shape(op, {name, t}, lead);
   }
   for (const auto& [name, t] : {Named{"s2", s2}, Named{"s", s}}) {
     check_same_shape(op, {name, t}, {"s1", s1});
   }
   for (const auto& [name, t] :
        {Named{"phi1", phi1}, Named{"s1", s1}, Named{"phi2", phi2}, Named{"s2", s2}, Named{"phi", phi}, Named{"s", s}}) {
-    check_same_dtype(op, {name, t}, {"phi1", phi1});
-    check_inner_stride(op, {name, t});
+    if (t.defined()) {
+      check_same_dtype(op, {name, t}, lead);
+      check_inner_stride(op, {name, t});
+    }
   }
   check_outputs(op, {{"phi", phi}, {"s", s}}, {{"phi1", phi1}, {"s1", s1}, {"phi2", phi2}, {"s2", s2}});
-  product(phi2, phi1, {}, phi);
+  if (phi.defined()) {
+    product(phi2, phi1, {}, phi);
+  }
   product(phi2, s1, s2, s);
 }
 

@@ -36,8 +36,7 @@ double relative_error(const Tensor& got, const Tensor& truth) {
 // phi S + s
 Tensor apply(const Map& m, const Tensor& state) {
   Tensor out = like(m.s);
-  Tensor unused = like(m.phi);
-  gdn_segment_combine(m.phi, state, m.phi, m.s, unused, out);
+  gdn_segment_combine({}, state, m.phi, m.s, {}, out);
   return out;
 }
 
@@ -51,6 +50,29 @@ TEST(GdnSegment, MapsOfPartsCombineToTheWhole) {
         const Map whole = combine(map_of(r, 0, cut), map_of(r, cut, 300));
         EXPECT_LE(relative_error(apply(whole, r.h0), truth.ht), 1e-6) << cut;
       }
+    });
+  }
+}
+
+// A sequence cut in time inside one call.
+TEST(GdnSegment, TimeSegmentsGiveTheSameAnswer) {
+  for (const DType dtype : kKernelTypes) {
+    Random random;
+    Rule r = make_rule(
+        random, {.lengths = {300, 0, 5, 1000}, .HK = 1, .G = 2, .K = 36, .V = 20, .dtype = dtype, .slowest = 0.001});
+    const std::uint8_t has[] = {1, 1, 0, 1};
+    r.options.has_initial_state = has;
+    r.options.use_qk_l2norm = true;
+    const RuleResult truth = forward(wide(r));
+    for_each_isa([&] {
+      for (const std::int64_t segments : {2, 3, 100}) {
+        r.options.time_segments = segments;
+        const RuleResult got = forward(r);
+        EXPECT_LE(relative_error(got.o, truth.o), stored(dtype, 1e-6)) << segments;
+        EXPECT_LE(relative_error(got.ht, truth.ht), 1e-6) << segments;
+        for_each_thread_count([&] { EXPECT_TRUE(same_bits(forward(r).o, got.o)); });
+      }
+      r.options.time_segments = 1;
     });
   }
 }
@@ -96,10 +118,14 @@ TEST(GdnSegment, Errors) {
                         const TensorView& s) { return [=] { gdn_segment_combine(phi1, s1, phi2, s2, phi, s); }; };
   const std::string op = "gdn_segment_combine: ";
   expect_error(call({}, a.s, a.phi, a.s, out.phi, out.s), op + "phi1: expected a tensor, got none");
+  expect_error(call(a.phi, a.s, a.phi, a.s, {}, out.s), op + "phi: expected a tensor, got none");
   expect_error(call(typed(a.phi, DType::kBF16), a.s, a.phi, a.s, out.phi, out.s),
                op + "phi1: expected dtype float32 or float64, got bfloat16");
   expect_error(call(sized(a.phi, 3, 3), a.s, a.phi, a.s, out.phi, out.s),
                op + "phi1: expected square matrices, got [1, 2, 4, 3]");
+  expect_error(call({}, a.s, sized(a.phi, 3, 3), a.s, {}, out.s),
+               op + "phi2: expected square matrices, got [1, 2, 4, 3]");
+  expect_error(call({}, a.s, {}, a.s, {}, out.s), op + "phi2: expected a tensor, got none");
   expect_error(call(a.phi, a.s, a.phi, a.s, a.phi, out.s),
                op + "phi: expected memory of its own, got an overlap with phi1");
 }
