@@ -61,6 +61,7 @@ def test_pool(isa, dtype, kind):
     """Slots of a pool with gaps in memory: read, written in place, and no other slot touched."""
     p = make([70, 9, 0, 40], K=20, V=16, dtype=dtype)
     memory = torch.randn(6, 3, 20, 18).to(kind)
+    memory[2, :2, :, :16] = float("nan")  # a slot that starts from 0 is not read
     pool, before = memory[:, :2, :, :16], memory.clone()
     slots, fresh = [4, -1, 0, 2], 3
     p["h0"] = pool[[4, 1, 0, 2]].float()
