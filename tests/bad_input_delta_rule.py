@@ -66,6 +66,7 @@ ROWS = [
         ("layout", "NTD", ValueError, "cu_seqlens[1]: expected <= 2 (tokens), got 3"),
         ("out_layout", "BSND", ValueError, "out_layout: expected BSND or BNSD with a batched layout"),
         ("out_layout", "other", ValueError, "out_layout: expected BSND, TND, BNSD or NTD, got other"),
+        ("time_segments", 0, ValueError, "time_segments: expected >= 1, got 0"),
     ]
 ] + [
     (FWD + ".out", "o", grown("o", 0), ValueError, "o: expected shape"),

@@ -172,3 +172,13 @@ def test_combine_copies_what_is_not_dense():
     got = ops.gdn_segment_combine(*(t.mT.contiguous().mT for t in parts))
     for name, x, y in zip(("phi", "s"), got, want, strict=True):
         assert_bits(name, x, y)
+
+
+@pytest.mark.parametrize("segments", [2, 5])
+def test_time_segments(isa, dtype, segments):
+    """A sequence cut in time inside the call: other bits, the same answer."""
+    p = make([300, 0, 64, 7], K=20, V=24, dtype=dtype)
+    o, final = truth(p)
+    got = run(p, time_segments=segments)
+    assert_close("o", got["o"], o, 1e-6)
+    assert_close("final", got["final"], final, 1e-6)

@@ -108,11 +108,13 @@ std::tuple<Tensor, Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, Tensor g, T
                                        Optional cu_seqlens, Optional A_log, Optional dt_bias, Optional snapshot_at,
                                        std::optional<double> scale, bool output_final_state, bool use_qk_l2norm,
                                        bool beta_sigmoid, double beta_scale, bool state_v_first, std::string precision,
-                                       std::string layout, std::optional<std::string> out_layout) {
+                                       std::string layout, std::optional<std::string> out_layout,
+                                       std::int64_t time_segments) {
   constexpr std::string_view op = "chunk_gated_delta_rule_fwd";
   RuleCall c = rule_call(op, k, v, g, beta, cu_seqlens, A_log, dt_bias,
                          {use_qk_l2norm, beta_sigmoid, beta_scale, precision, layout});
   add_output_options(c, scale, state_v_first, out_layout);
+  c.options.time_segments = time_segments;
   const auto points = snapshot_points(op, snapshot_at);
   c.options.snapshot_at = points;
   const TensorView qv = dense(op, "q", q);
@@ -131,11 +133,13 @@ std::tuple<Tensor, Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, Tensor g, T
 void fwd_out(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Optional initial_state, Optional cu_seqlens,
              Optional A_log, Optional dt_bias, Optional snapshot_at, std::optional<double> scale, bool use_qk_l2norm,
              bool beta_sigmoid, double beta_scale, bool state_v_first, std::string precision, std::string layout,
-             std::optional<std::string> out_layout, Tensor o, Optional final_state, Optional snapshots) {
+             std::optional<std::string> out_layout, std::int64_t time_segments, Tensor o, Optional final_state,
+             Optional snapshots) {
   constexpr std::string_view op = "chunk_gated_delta_rule_fwd";
   RuleCall c = rule_call(op, k, v, g, beta, cu_seqlens, A_log, dt_bias,
                          {use_qk_l2norm, beta_sigmoid, beta_scale, precision, layout});
   add_output_options(c, scale, state_v_first, out_layout);
+  c.options.time_segments = time_segments;
   const auto points = snapshot_points(op, snapshot_at);
   c.options.snapshot_at = points;
   chunk_gated_delta_rule_fwd(dense(op, "q", q), c.k, c.v, c.g, c.beta, view(op, "initial_state", initial_state),
@@ -233,13 +237,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tidegate, m) {
       "chunk_gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state=None, "
       "Tensor? cu_seqlens=None, Tensor? A_log=None, Tensor? dt_bias=None, Tensor? snapshot_at=None, *, "
       "float? scale=None, bool output_final_state=False, bool use_qk_l2norm=False, bool beta_sigmoid=False, "
-      "float beta_scale=1.0, bool state_v_first=False, str precision='fp32', str layout='BSND', str? out_layout=None) "
+      "float beta_scale=1.0, bool state_v_first=False, str precision='fp32', str layout='BSND', str? out_layout=None, "
+      "int time_segments=1) "
       "-> (Tensor o, Tensor final_state, Tensor snapshots)");
   m.def(
       "chunk_gated_delta_rule_fwd.out(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
       "Tensor? initial_state=None, Tensor? cu_seqlens=None, Tensor? A_log=None, Tensor? dt_bias=None, "
       "Tensor? snapshot_at=None, *, float? scale=None, bool use_qk_l2norm=False, bool beta_sigmoid=False, "
       "float beta_scale=1.0, bool state_v_first=False, str precision='fp32', str layout='BSND', str? out_layout=None, "
+      "int time_segments=1, "
       "Tensor(a!) o, Tensor(b!)? final_state=None, Tensor(c!)? snapshots=None) -> ()");
   m.def(
       "chunk_gated_delta_rule_pool(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, *, "
