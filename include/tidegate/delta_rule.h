@@ -38,8 +38,8 @@ struct ChunkGatedDeltaRuleOptions {
   Layout layout = Layout::kBSND;
   std::optional<Layout> out_layout;  // of o; as layout if absent
   // More than 1: every sequence is cut into so many segments that run at the same time, for machines with more cores
-  // than columns of state. It takes 2.3 times the operations and 4 (K + V) K HV bytes a segment, and it changes the last
-  // bits; a reset does not stop a NaN of an earlier segment. One row only, no snapshots, no pool.
+  // than columns of state. It takes 2.3 times the operations and 4 (K + V) K HV bytes a segment, and it changes the
+  // last bits; a reset does not stop a NaN of an earlier segment. One row only, no snapshots, no pool.
   std::int64_t time_segments = 1;
   // State pools: with state_indices [N], initial_state and final_state (which may be the same memory) have one state
   // per slot instead of one per sequence. A sequence whose slot is null_slot is skipped, its o is 0.
@@ -54,7 +54,7 @@ struct ChunkGatedDeltaRuleOptions {
 //   initial_state  [N,HV,K,V] any float type, or absent = 0
 //   final_state    [N,HV,K,V] fp32 or bf16, or absent
 //   snapshots      [M,HV,K,V] fp32, one for every entry of snapshot_at, or absent
-// The bits of a sequence do not depend on the batch, the packing or the threads.
+// fp64 goes with fp64 and only with it. The bits of a sequence do not depend on the batch, the packing or the threads.
 void chunk_gated_delta_rule_fwd(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& g,
                                 const TensorView& beta, const TensorView& initial_state, const TensorView& o,
                                 const TensorView& final_state, const TensorView& snapshots, const SeqLens& seq,
