@@ -5,6 +5,7 @@
 #include "base/chunk_data.h"
 #include "simd/lanes.h"
 #include "simd/tile.h"
+#include "simd/transpose.h"
 
 namespace tidegate::TIDEGATE_ISA {
 namespace {
@@ -125,15 +126,11 @@ inline void unpack_panel(const float* panel, const Matrix& m, int64_t rows, int6
 // Rows [count][width], `pitch` apart, to the panels of their transpose: panel p holds columns p kPanel .. of
 // [width][count].
 inline void transpose_panels(const float* rows, int64_t pitch, int64_t count, int64_t width, float* panels) {
-  for (int64_t first = 0; first < count; first += kPanel) {
+  for (int64_t first = 0; first < count; first += kPanel, panels += width * kPanel) {
     const int64_t n = count - first < kPanel ? count - first : kPanel;
-    for (int64_t c = 0; c < width; ++c, panels += kPanel) {
-      for (int64_t j = 0; j < n; ++j) {
-        panels[j] = rows[(first + j) * pitch + c];
-      }
-      for (int64_t j = n; j < kPanel; ++j) {
-        panels[j] = 0.0f;
-      }
+    transpose(rows + first * pitch, pitch, n, width, panels, kPanel);
+    for (int64_t c = 0; c < width && n < kPanel; ++c) {
+      memset(panels + c * kPanel + n, 0, static_cast<size_t>(kPanel - n) * sizeof(float));
     }
   }
 }
