@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "tidegate/seqlens.h"
 #include "tidegate/tensor.h"
@@ -29,6 +30,7 @@ struct SnapshotPoint {
 struct ChunkGatedDeltaRuleOptions {
   std::optional<double> scale;  // K^-0.5 if absent
   bool use_qk_l2norm = false;   // rows of q and k are divided by their length, eps 1e-6 inside the root
+  bool zero_row_safe = false;   // backward: a row of q or k that is 0 gets the gradient 0, not 1000 times what came in
   TensorView A_log, dt_bias;    // [HV]; with A_log, g holds the raw a: g = -exp(A_log) softplus(a + dt_bias)
   bool beta_sigmoid = false;    // beta holds the raw b: beta = beta_scale sigmoid(b)
   double beta_scale = 1.0;
@@ -65,6 +67,31 @@ void chunk_gated_delta_rule_fwd(const TensorView& q, const TensorView& k, const 
 void chunk_gated_delta_rule_pool(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& g,
                                  const TensorView& beta, const TensorView& state, const TensorView& o,
                                  const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options);
+
+// The gradients of the inputs; an absent one is not wanted and costs nothing.
+struct ChunkGatedDeltaRuleGradients {
+  TensorView dq, dk, dv;        // like the inputs
+  TensorView dg, dbeta;         // sizes of g and beta, any float type; of the raw a and b where these are given
+  TensorView dh0;               // sizes of initial_state, fp32 or bf16
+  TensorView dA_log, ddt_bias;  // [HV] fp32
+};
+
+//   d_o            gradient of o, in its type and layout, or absent = 0
+//   dfinal_state   gradient of the final state, any float type, or absent = 0
+//   states         [M,HV,K,V] fp32, always K-first: the snapshots at saved_states(seq), in that order, of the forward
+//   on the
+//                  same inputs; absent: they are computed again
+// Options as in the forward; states of a pool and snapshots have no gradient. precision is that of the forward:
+// gradients are computed in fp32. Memory: 4 K V HV / 256 bytes of `states` for every token, and a workspace for each
+// thread that does not grow with the tokens.
+void chunk_gated_delta_rule_bwd(const TensorView& d_o, const TensorView& dfinal_state, const TensorView& q,
+                                const TensorView& k, const TensorView& v, const TensorView& g, const TensorView& beta,
+                                const TensorView& initial_state, const TensorView& states,
+                                const ChunkGatedDeltaRuleGradients& gradients, const SeqLens& seq,
+                                const ChunkGatedDeltaRuleOptions& options = {});
+
+// Where the backward wants to find states: after every 256 tokens of a sequence, but not at its end.
+std::vector<SnapshotPoint> saved_states(const SeqLens& seq);
 
 // Tokens that one step of the fused operator takes in. Snapshots at its multiples (and anywhere else) cost one more
 // product of the state's size.

@@ -50,5 +50,15 @@ template <class F>
   return sum(total);
 }
 
+template <class T>
+TIDEGATE_INLINE bool all_zero(const T* x, int64_t n) {
+  F32 largest = zero();
+  for_lanes(n, [&](int64_t c, auto lanes) {
+    const F32 v = lanes.get(x + c);
+    largest = select(equal(v, zero()), largest, set1(1.0f));  // NaN is not zero either
+  });
+  return sum(largest) == 0.0f;
+}
+
 }  // namespace
 }  // namespace tidegate::TIDEGATE_ISA

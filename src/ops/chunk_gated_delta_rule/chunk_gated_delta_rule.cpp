@@ -19,50 +19,6 @@ namespace {
 // States of one piece stay in the second cache.
 constexpr std::int64_t kStateBytes = 256 * 1024;
 
-States states_of(const TensorView& t, bool v_first) {
-  if (!t.defined()) {
-    return {};
-  }
-  return {t.data,       data_type_index(t.dtype),   t.strides[0],
-          t.strides[1], t.strides[v_first ? 3 : 2], t.strides[v_first ? 2 : 3]};
-}
-
-Args make_args(const Problem& p, const Tensors& t, const ChunkGatedDeltaRuleOptions& options, Scratch& scratch) {
-  Args a{};
-  a.q = heads_of(t.q, p.layout);
-  a.k = heads_of(t.k, p.layout);
-  a.v = heads_of(t.v, p.layout);
-  a.o = heads_of(t.o, p.out_layout);
-  a.g = gates_of(t.g, p.layout);
-  a.beta = gates_of(t.beta, p.layout);
-  a.g_type = data_type_index(t.g.dtype);
-  a.beta_type = data_type_index(t.beta.dtype);
-  a.initial = states_of(t.initial_state, options.state_v_first);
-  a.final_state = states_of(t.final_state, options.state_v_first);
-  a.snapshots = states_of(t.snapshots, options.state_v_first);
-  a.group = p.sizes.group();
-  a.K = p.sizes.K;
-  a.V = p.sizes.V;
-  a.scale = static_cast<float>(p.scale);
-  a.beta_scale = static_cast<float>(options.beta_scale);
-  a.use_qk_l2norm = options.use_qk_l2norm;
-  a.beta_sigmoid = options.beta_sigmoid;
-  if (options.A_log.defined()) {
-    float* rate = scratch.floats(p.sizes.HV);
-    float* bias = scratch.floats(p.sizes.HV);
-    std::memset(bias, 0, static_cast<std::size_t>(p.sizes.HV) * sizeof(float));
-    for (std::int64_t h = 0; h < p.sizes.HV; ++h) {
-      rate[h] = static_cast<float>(std::exp(read_element(options.A_log, h * options.A_log.strides[0])));
-    }
-    if (options.dt_bias.defined()) {
-      copy_parameter(options.dt_bias, bias);
-    }
-    a.rate = rate;
-    a.dt_bias = bias;
-  }
-  return a;
-}
-
 // The snapshots of every sequence, ascending by token. Those of sequence n start at first[n].
 struct SnapshotLists {
   std::vector<Snapshot> all;
@@ -99,6 +55,50 @@ void clear_output(const Args& a, const Problem& p, const Sequence& s, int bytes)
 }
 
 }  // namespace
+
+States states_of(const TensorView& t, bool v_first) {
+  if (!t.defined()) {
+    return {};
+  }
+  return {t.data,       data_type_index(t.dtype),   t.strides[0],
+          t.strides[1], t.strides[v_first ? 3 : 2], t.strides[v_first ? 2 : 3]};
+}
+
+Args make_args(const Problem& p, const Tensors& t, const ChunkGatedDeltaRuleOptions& options, Scratch& scratch) {
+  Args a{};
+  a.q = t.o.defined() ? heads_of(t.q, p.layout) : Heads{};
+  a.k = heads_of(t.k, p.layout);
+  a.v = heads_of(t.v, p.layout);
+  a.o = heads_of(t.o, p.out_layout);
+  a.g = gates_of(t.g, p.layout);
+  a.beta = gates_of(t.beta, p.layout);
+  a.g_type = data_type_index(t.g.dtype);
+  a.beta_type = data_type_index(t.beta.dtype);
+  a.initial = states_of(t.initial_state, options.state_v_first);
+  a.final_state = states_of(t.final_state, options.state_v_first);
+  a.snapshots = states_of(t.snapshots, options.state_v_first);
+  a.group = p.sizes.group();
+  a.K = p.sizes.K;
+  a.V = p.sizes.V;
+  a.scale = static_cast<float>(p.scale);
+  a.beta_scale = static_cast<float>(options.beta_scale);
+  a.use_qk_l2norm = options.use_qk_l2norm;
+  a.beta_sigmoid = options.beta_sigmoid;
+  if (options.A_log.defined()) {
+    float* rate = scratch.floats(p.sizes.HV);
+    float* bias = scratch.floats(p.sizes.HV);
+    std::memset(bias, 0, static_cast<std::size_t>(p.sizes.HV) * sizeof(float));
+    for (std::int64_t h = 0; h < p.sizes.HV; ++h) {
+      rate[h] = static_cast<float>(std::exp(read_element(options.A_log, h * options.A_log.strides[0])));
+    }
+    if (options.dt_bias.defined()) {
+      copy_parameter(options.dt_bias, bias);
+    }
+    a.rate = rate;
+    a.dt_bias = bias;
+  }
+  return a;
+}
 
 void run(const Problem& p, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options) {
   if (t.k.dtype == DType::kF64) {

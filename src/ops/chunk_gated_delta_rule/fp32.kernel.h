@@ -42,7 +42,7 @@ struct Fp32Products {
               a.use_qk_l2norm);
     transpose_panels(k, pitch, s.L, a.K, kt);
     lower_products(a, k, s.L, s.kk);
-    if (a.o.data != nullptr) {
+    if (a.q.data != nullptr) {
       load_rows(at<const T>(a.q, u.row, s.begin, u.key_head), a.q.token, s.L, a.K, q, pitch, s.q_inverse,
                 a.use_qk_l2norm);
       lower_products(a, q, s.L, s.qk);

@@ -53,33 +53,6 @@ inline void prefetch_next(const Args& a, const Unit& u, const Chunk& s, int64_t 
   }
 }
 
-// Row by row where a reset cuts the chunk: what it cuts off is not added at all, so a NaN before it cannot pass.
-template <class Products>
-inline void solve(const Args& a, const Products& x, Chunk& s, const float* state) {
-  if (!s.gates.any_reset) {
-    for_tiles(0, s.L,
-              [&](int64_t i, auto rows) { x.template solve_rows<decltype(rows)::value, true>(a, s, state, i, 0); });
-    return;
-  }
-  for (int64_t i = 0; i < s.L; ++i) {
-    if (s.gates.reset[i]) {
-      x.template solve_rows<1, false>(a, s, state, i, s.gates.first[i]);
-    } else {
-      x.template solve_rows<1, true>(a, s, state, i, 0);
-    }
-  }
-}
-
-inline void open_head(const Args& a, const Unit& u, int64_t head, Chunk& s) {
-  make_gates(a, u.row, s.begin, s.L, head, s.gates);
-  for_lanes(s.L, [&](int64_t i, auto lanes) {
-    const F32 decay = lanes.get(s.gates.from_start + i);
-    lanes.put(s.key_factor + i, decay * lanes.get(s.k_inverse + i));
-    lanes.put(s.query_factor + i, set1(a.scale) * decay * lanes.get(s.q_inverse + i));
-  });
-  make_squares(a, s);
-}
-
 // One unit. T is the type of the data.
 template <class T, class Products>
 struct Run {

@@ -24,7 +24,7 @@ struct Snapshot {
 };
 
 struct Args {
-  Heads q, k, v, o;       // q and o null: only the state is wanted; v null: values are 0
+  Heads q, k, v, o;       // o null: only the state is wanted, q is null then too; v null: values are 0
   Heads g, beta;          // element strides; types below
   int g_type, beta_type;  // DType as an integer
   States initial, final_state, snapshots;

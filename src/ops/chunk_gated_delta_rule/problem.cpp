@@ -19,20 +19,6 @@ void check_gate(std::string_view op, Named t, const Tensors& all, const Problem&
   check_wide(op, t, {"k", all.k});
 }
 
-void check_state(std::string_view op, Named t, const Tensors& all, const Problem& p, std::int64_t count,
-                 std::string_view what, bool v_first) {
-  if (!t.tensor.defined()) {
-    return;
-  }
-  const DeltaSizes& s = p.sizes;
-  check_float(op, t);
-  check_wide(op, t, {"k", all.k});
-  check_rank(op, t, 4);
-  check(t.tensor.size(0) == count, op, ": ", t.name, ": expected ", count, " states (", what, "), got ",
-        t.tensor.size(0));
-  check_shape(op, t, {count, s.HV, v_first ? s.V : s.K, v_first ? s.K : s.V});
-}
-
 void check_parameter(std::string_view op, Named t, const Problem& p) {
   check_shape(op, t, {p.sizes.HV});
   check_float(op, t);
@@ -75,7 +61,8 @@ void check_snapshots(std::string_view op, const Tensors& t, const SeqLens& seq, 
   check(count == 0 || t.snapshots.defined(), op, ": snapshots: expected a tensor (snapshot_at has ", count,
         " entries), got none");
   if (t.snapshots.defined()) {
-    check_state(op, {"snapshots", t.snapshots}, t, p, count, "one per entry of snapshot_at", options.state_v_first);
+    check_state(op, {"snapshots", t.snapshots}, {"k", t.k}, p.sizes, count, "one per entry of snapshot_at",
+                options.state_v_first);
     check_dtype(op, {"snapshots", t.snapshots}, t.k.dtype == DType::kF64 ? DType::kF64 : DType::kF32);
   }
   for (std::int64_t m = 0; m < count; ++m) {
@@ -90,6 +77,19 @@ void check_snapshots(std::string_view op, const Tensors& t, const SeqLens& seq, 
 }
 
 }  // namespace
+
+void check_state(std::string_view op, Named t, Named k, const DeltaSizes& s, std::int64_t count, std::string_view what,
+                 bool v_first) {
+  if (!t.tensor.defined()) {
+    return;
+  }
+  check_float(op, t);
+  check_wide(op, t, k);
+  check_rank(op, t, 4);
+  check(t.tensor.size(0) == count, op, ": ", t.name, ": expected ", count, " states (", what, "), got ",
+        t.tensor.size(0));
+  check_shape(op, t, {count, s.HV, v_first ? s.V : s.K, v_first ? s.K : s.V});
+}
 
 Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options,
                    const StateNames& names) {
@@ -133,8 +133,8 @@ Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, co
   const TensorView& states = t.initial_state.defined() ? t.initial_state : t.final_state;
   const std::int64_t count = pool && states.rank > 0 ? states.size(0) : seq.count();
   const std::string what = pool ? "as the other states" : "one per sequence of " + std::to_string(seq.count());
-  check_state(op, {names.initial, t.initial_state}, t, p, count, what, options.state_v_first);
-  check_state(op, {names.last, t.final_state}, t, p, count, what, options.state_v_first);
+  check_state(op, {names.initial, t.initial_state}, {"k", t.k}, p.sizes, count, what, options.state_v_first);
+  check_state(op, {names.last, t.final_state}, {"k", t.k}, p.sizes, count, what, options.state_v_first);
   if (t.final_state.defined()) {
     check(t.final_state.dtype != DType::kF16, op, ": ", names.last,
           ": expected dtype float32 or bfloat16, got float16 (its range is too small for a state)");

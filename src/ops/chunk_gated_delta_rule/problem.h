@@ -4,7 +4,9 @@
 #include <string_view>
 #include <vector>
 
+#include "base/arena.h"
 #include "base/delta_checks.h"
+#include "ops/chunk_gated_delta_rule/kernel.h"
 #include "tidegate/delta_rule.h"
 
 namespace tidegate::chunk_gated_delta_rule {
@@ -29,12 +31,20 @@ struct StateNames {
 Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options,
                    const StateNames& names = {});
 
+// A tensor of `count` states; `what` says why so many. Absent is right too.
+void check_state(std::string_view op, Named t, Named k, const DeltaSizes& sizes, std::int64_t count,
+                 std::string_view what, bool v_first);
+
 // The token recurrence in plain loops; the arguments are checked already.
 template <class Acc>
 void reference_fwd(const Problem& p, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options);
 
 // Checked arguments to the kernels, or to the reference for fp64.
 void run(const Problem& p, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options);
+
+// The arguments as the kernels want them; parameters of the heads are copied into the scratch memory.
+Args make_args(const Problem& p, const Tensors& t, const ChunkGatedDeltaRuleOptions& options, Scratch& scratch);
+States states_of(const TensorView& t, bool v_first);
 
 // The same with every sequence cut into options.time_segments segments. Not for fp64.
 void run_split(const Problem& p, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options);

@@ -1,64 +1,7 @@
 // The token recurrence in plain loops: the definition, and the fp64 path of the operator.
-#include <cmath>
-#include <vector>
-
-#include "base/element.h"
-#include "ops/chunk_gated_delta_rule/problem.h"
+#include "ops/chunk_gated_delta_rule/reference.h"
 
 namespace tidegate::chunk_gated_delta_rule {
-namespace {
-
-std::int64_t offset(const Heads& h, std::int64_t row, std::int64_t token, std::int64_t head) {
-  return row * h.row + token * h.token + head * h.head;
-}
-
-template <class Acc>
-std::vector<Acc> read_row(const TensorView& t, const Heads& h, std::int64_t row, std::int64_t token, std::int64_t head,
-                          std::int64_t width, bool normalise) {
-  std::vector<Acc> x(static_cast<std::size_t>(width));
-  const std::int64_t begin = offset(h, row, token, head);
-  Acc squares = 0;
-  for (std::int64_t c = 0; c < width; ++c) {
-    x[static_cast<std::size_t>(c)] = static_cast<Acc>(read_element(t, begin + c));
-    squares += x[static_cast<std::size_t>(c)] * x[static_cast<std::size_t>(c)];
-  }
-  if (normalise) {
-    const Acc inverse = 1 / std::sqrt(squares + static_cast<Acc>(1e-6));
-    for (Acc& v : x) {
-      v *= inverse;
-    }
-  }
-  return x;
-}
-
-template <class Acc>
-Acc softplus(Acc x) {
-  return std::max(x, Acc(0)) + std::log1p(std::exp(-std::abs(x)));
-}
-template <class Acc>
-Acc sigmoid(Acc x) {
-  const Acc e = std::exp(-std::abs(x));
-  return (x < 0 ? e : Acc(1)) / (1 + e);
-}
-
-// Copies between a dense S [K][V] and state `slot` of a tensor.
-template <class Acc>
-void move_state(const TensorView& t, std::int64_t slot, std::int64_t head, const DeltaSizes& z, bool v_first,
-                bool write, std::vector<Acc>& S) {
-  for (std::int64_t i = 0; i < z.K; ++i) {
-    for (std::int64_t j = 0; j < z.V; ++j) {
-      const std::int64_t at = offset_of(t, slot, head, v_first ? j : i, v_first ? i : j);
-      Acc& x = S[static_cast<std::size_t>(i * z.V + j)];
-      if (write) {
-        write_element(t, at, static_cast<double>(x));
-      } else {
-        x = static_cast<Acc>(read_element(t, at));
-      }
-    }
-  }
-}
-
-}  // namespace
 
 template <class Acc>
 void reference_fwd(const Problem& p, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options) {
@@ -90,19 +33,8 @@ void reference_fwd(const Problem& p, const Tensors& t, const SeqLens& seq, const
         const std::int64_t row = seq[n].row;
         std::vector<Acc> out(static_cast<std::size_t>(z.V), Acc(0));
         if (slot >= 0) {
-          Acc decay = static_cast<Acc>(read_element(t.g, offset(g, row, i, h)));
-          if (options.A_log.defined()) {
-            const Acc rate = std::exp(static_cast<Acc>(read_element(options.A_log, h * options.A_log.strides[0])));
-            const Acc bias = options.dt_bias.defined()
-                                 ? static_cast<Acc>(read_element(options.dt_bias, h * options.dt_bias.strides[0]))
-                                 : Acc(0);
-            const Acc open = softplus(decay + bias);
-            decay = open == 0 ? Acc(0) : -rate * open;
-          }
-          Acc write = static_cast<Acc>(read_element(t.beta, offset(beta, row, i, h)));
-          if (options.beta_sigmoid) {
-            write = static_cast<Acc>(options.beta_scale) * sigmoid(write);
-          }
+          const Acc decay = read_gate<Acc>(t, g, options, row, i, h).log_decay;
+          const Acc write = read_strength<Acc>(t, beta, options, row, i, h);
           const std::vector<Acc> key = read_row<Acc>(t.k, k, row, i, h / z.group(), z.K, options.use_qk_l2norm);
           const std::vector<Acc> value = t.v.defined() ? read_row<Acc>(t.v, v, row, i, h, z.V, false)
                                                        : std::vector<Acc>(static_cast<std::size_t>(z.V), Acc(0));

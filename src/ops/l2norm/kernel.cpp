@@ -40,16 +40,6 @@ void fwd(const Args& a, int64_t first, int64_t last) noexcept {
   }
 }
 
-template <class T>
-TIDEGATE_INLINE bool all_zero(const T* x, int64_t n) {
-  F32 largest = zero();
-  for_lanes(n, [&](int64_t c, auto lanes) {
-    const F32 v = lanes.get(x + c);
-    largest = select(equal(v, zero()), largest, set1(1.0f));  // NaN is not zero either
-  });
-  return sum(largest) == 0.0f;
-}
-
 template <class T, class U>
 void bwd(const Args& a, int64_t first, int64_t last) noexcept {
   for (int64_t r = first; r < last; ++r) {
