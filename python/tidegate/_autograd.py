@@ -1,19 +1,49 @@
 """Autograd kernels of the native operators. Wiring only; the arithmetic is in C++."""
 
+import functools
+
 import torch
+from torch.autograd import forward_ad
 from torch.library import register_autograd
 
 from tidegate._fake import names, wide
 
 ops = torch.ops.tidegate
-lib = torch.library.Library("tidegate", "IMPL")
+
+
+def _refuse_tangents(name, kernel):
+    """The kernel without forward mode: torch would drop the tangents and go on, as if all derivatives were zero."""
+
+    @functools.wraps(kernel)
+    def guarded(*args, **kwargs):
+        # Negative outside of dual_level and torch.func.jvp: an ordinary call pays for one comparison.
+        if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+                    raise NotImplementedError(
+                        f"forward-mode AD is not supported by tidegate::{name}: an input has a tangent"
+                    )
+        return kernel(*args, **kwargs)
+
+    return guarded
+
+
+class _Library(torch.library.Library):
+    """Every autograd kernel goes through here, also those that register_autograd makes."""
+
+    def impl(self, op_name, fn, dispatch_key="", **options):
+        name = op_name if isinstance(op_name, str) else op_name._name
+        super().impl(op_name, _refuse_tangents(name.split("::")[-1], fn), dispatch_key, **options)
+
+
+lib = _Library("tidegate", "IMPL")
 
 
 def _gradient(name, setup):
     """Decorator for the backward function of tidegate::<name>; setup saves what it needs."""
 
     def decorate(backward):
-        register_autograd(f"tidegate::{name}", backward, setup_context=setup)
+        register_autograd(f"tidegate::{name}", backward, setup_context=setup, lib=lib)
         return backward
 
     return decorate
@@ -139,7 +169,7 @@ def _refuse_gradient(name, reason):
     def backward(ctx, *grads):
         raise RuntimeError(f"{name}: {reason}")
 
-    register_autograd(f"tidegate::{name}", backward)
+    register_autograd(f"tidegate::{name}", backward, lib=lib)
 
 
 def _refuse_grad_mode(name, overload):
