@@ -1,5 +1,6 @@
 """Every argument of every operator with wrong values: ValueError or TypeError that names operator, tensor, expected and
-got, and nothing written. An argument without a row fails in test_every_argument_has_a_row."""
+got, and nothing written; wrong sizes and types also where there is no memory. An argument without a row fails in
+test_every_argument_has_a_row."""
 
 import functools
 
@@ -11,6 +12,7 @@ from compare import same_bits
 from samples import SAMPLES, arguments, operators, overload, samples, written
 
 import tidegate
+from tidegate._contracts import CONTRACTS
 
 ROWS = bad_input_rows.ROWS + bad_input_delta_rule.ROWS
 
@@ -69,15 +71,30 @@ def test_wrong_value(name, argument, wrong, kind, text):
     assert_refused(name, given, kind, text)
 
 
+def as_meta(given):
+    return {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+
+
+@pytest.mark.parametrize("name, argument, wrong, kind, text", EXPANDED, ids=lambda v: v if isinstance(v, str) else "")
+def test_wrong_size_or_type_without_memory(name, argument, wrong, kind, text):
+    given = call_with(name, argument)
+    right, given[argument] = given.get(argument), wrong(given) if callable(wrong) else wrong
+    pair = [v for v in (right, given[argument]) if isinstance(v, torch.Tensor)]
+    if len(pair) == 2 and (pair[0].shape != pair[1].shape or pair[0].dtype != pair[1].dtype):
+        assert_refused(name, as_meta(given), kind, "expected ")
+    elif argument in ("layout", "out_layout", "state_v_first") and not text.startswith("cu_seqlens["):
+        assert_refused(name, as_meta(given), kind, "expected ")
+
+
 @pytest.mark.parametrize("name", operators())
 def test_wrong_dtype_and_device(name):
     for argument in tensor_arguments(name):
         given = call_with(name, argument)
         right = given[argument]
-        given[argument] = right.to(torch.int8 if right.is_floating_point() else torch.float32)
-        assert_refused(name, given, TypeError, "expected dtype")
-        given[argument] = right.to(torch.complex64)
-        assert_refused(name, given, TypeError, "expected dtype")
+        for wrong in (torch.int8 if right.is_floating_point() else torch.float32, torch.complex64):
+            given[argument] = right.to(wrong)
+            assert_refused(name, given, TypeError, "expected dtype")
+            assert_refused(name, as_meta(given), TypeError, f"{argument}: expected dtype")
         if sum(isinstance(v, torch.Tensor) for v in given.values()) > 1:
             given[argument] = right.to("meta")
             assert_refused(name, given, ValueError, "expected device")
@@ -135,3 +152,11 @@ def test_every_argument_has_a_row():
     assert not missing, missing
     unknown = [row[:2] for row in ROWS if not any(row[1] == a for n, a, *_ in EXPANDED if n.startswith(row[0]))]
     assert not unknown, unknown
+
+
+def test_every_tensor_has_a_contract():
+    for name in operators():
+        base = name.partition(".")[0]
+        tensors = {a.name for a in overload(name)._schema.arguments if "Tensor" in str(a.type)}
+        tensors |= {slot.name for slot in overload(name)._schema.returns if slot.name}
+        assert tensors <= {item[0] for item in CONTRACTS.get(base, [])}, name

@@ -5,7 +5,9 @@ import pytest
 import torch
 from compare import assert_bits, leaves
 from samples import SAMPLES, arguments, operators, out_call, overload, results, samples, written
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import tidegate
 
@@ -254,3 +256,34 @@ def test_meta_tensors_give_shapes():
                 k: (v.shape, v.stride(), v.dtype) for k, v in want.items()
             }, name
             assert all(v.is_meta for v in got.values())
+
+
+def symbolic(mode, value, kind):
+    """A fake tensor with a symbol for every size."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return mode.from_tensor(value.detach(), symbolic_context=StatelessSymbolicContext([kind] * value.dim()))
+
+
+@pytest.mark.parametrize("name", operators())
+@pytest.mark.parametrize("kind", ["DYNAMIC", "UNBACKED"])
+def test_shapes_ask_nothing_about_symbols(name, kind):
+    """With UNBACKED symbols any question is an error, with DYNAMIC ones it is a guard: one more reason to recompile."""
+    kind = getattr(DimDynamic, kind if hasattr(DimDynamic, kind) else "SIZE_LIKE_UNBACKED")  # before torch 2.12
+    for args, kwargs in samples(name):
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        args = [symbolic(mode, a, kind) for a in args]
+        kwargs = {k: symbolic(mode, v, kind) for k, v in kwargs.items()}
+        with mode:
+            overload(name)(*args, **kwargs)
+        assert not mode.shape_env.guards
+
+
+def test_wrong_sizes_are_found_when_compiling():
+    def call(x, weight):
+        return tidegate.rms_norm(x, torch.cat([weight, weight[:1]]))
+
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="rms_norm_fwd: weight: expected shape"):
+            torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")(torch.ones(3, 8), torch.ones(8))

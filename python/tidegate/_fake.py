@@ -5,6 +5,8 @@ import functools
 import torch
 from torch.library import register_fake
 
+from tidegate import _contracts
+
 ops = torch.ops.tidegate
 names = []  # every operator that has a fake kernel, in order
 
@@ -22,12 +24,21 @@ def _check_devices(op, tensors):
 
 def _register(name, overload, shapes):
     op = getattr(getattr(ops, name), overload)
-    positional = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
+    known = [argument.name for argument in op._schema.arguments]
+    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
 
     @functools.wraps(shapes)
     def kernel(*args, **kwargs):
-        _check_devices(name, (*zip(positional, args, strict=False), *kwargs.items()))
-        return shapes(*args, **kwargs)
+        given = dict(zip(known, args, strict=False)) | kwargs
+        _check_devices(name, given.items())
+        _contracts.check(name, defaults | given)
+        results = shapes(*args, **kwargs)
+        values = results if isinstance(results, tuple) else (results,)
+        made = {slot.name: value for slot, value in zip(op._schema.returns, values, strict=False)}
+        # Results too: an option may have asked for a type that they cannot have. Those not asked for are empty.
+        made = {k: v for k, v in made.items() if v.dim() != 1 or not _contracts.surely(v.shape[0] == 0)}
+        _contracts.check(name, defaults | given | made)
+        return results
 
     register_fake(op, kernel)
 
