@@ -41,6 +41,7 @@ def rule_options(op):
 
 
 FWD = "chunk_gated_delta_rule_fwd"
+BWD = "chunk_gated_delta_rule_bwd"
 POOL = "chunk_gated_delta_rule_pool"
 ROWS = [
     (FWD, argument, wrong, kind, text)
@@ -67,6 +68,8 @@ ROWS = [
         ("out_layout", "BSND", ValueError, "out_layout: expected BSND or BNSD with a batched layout"),
         ("out_layout", "other", ValueError, "out_layout: expected BSND, TND, BNSD or NTD, got other"),
         ("time_segments", 0, ValueError, "time_segments: expected >= 1, got 0"),
+        ("save_states", "yes", TypeError, "save_states: expected type bool"),
+        ("zero_row_safe", "yes", TypeError, "zero_row_safe: expected type bool"),
     ]
 ] + [
     (FWD + ".out", "o", grown("o", 0), ValueError, "o: expected shape"),
@@ -96,6 +99,28 @@ ROWS = [
         "snapshots: expected dtype float32, got dtype bfloat16",
     ),
     *rule_rows(FWD),
+    *(row for row in rule_rows(BWD) if row[1] not in ("precision", "cu_seqlens")),
+    (BWD, "cu_seqlens", ints(1, 3, 3, 309), ValueError, "cu_seqlens[0]: expected 0, got 1"),
+    (BWD, "cu_seqlens", ints(0, 309), ValueError, "initial_state: expected 1 states (one per sequence of 1), got 3"),
+    (BWD, "do", grown("do", 1), ValueError, "do: expected shape"),
+    (BWD, "do", as_type("do", torch.float16), TypeError, "do: expected dtype"),
+    (BWD, "dfinal_state", grown("dfinal_state", 0), ValueError, "dfinal_state: expected 3 states"),
+    (BWD, "dfinal_state", as_type("dfinal_state", torch.float64), TypeError, "dfinal_state: expected dtype"),
+    (BWD, "q", grown("q", 2), ValueError, "q: expected shape [2, 5, 1, 4], got [2, 5, 2, 4]"),
+    (BWD, "initial_state", grown("initial_state", 1), ValueError, "initial_state: expected shape [3, 4, 3, 4]"),
+    (BWD, "states", nested("states"), ValueError, "states: expected 4 dimensions, got 5"),
+    (BWD, "states", as_type("states", torch.bfloat16), TypeError, "states: expected dtype float32"),
+    (BWD, "scale", NAN, ValueError, "scale: expected a finite number, got nan"),
+    (BWD, "state_v_first", False, ValueError, "initial_state: expected shape [3, 4, 4, 3], got [3, 4, 3, 4]"),
+    (BWD, "zero_row_safe", "yes", TypeError, "zero_row_safe: expected type bool"),
+    (BWD, "out_layout", "BSND", ValueError, "out_layout: expected BSND or BNSD with a batched layout"),
+    (BWD, "needs", 256, ValueError, "needs: expected 0 to 255 (a bit for every result), got 256"),
+    *(
+        (BWD + ".out", name, grown(name, -1), ValueError, f"{name}: expected shape")
+        for name in ("dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias")
+    ),
+    (BWD + ".out", "dq", strided("dq"), ValueError, "dq: expected inner stride 1, got 2"),
+    (BWD + ".out", "dh0", as_type("dh0", torch.float16), TypeError, "dh0: expected dtype float32 or bfloat16"),
     *rule_options(POOL),
     (POOL, "q", grown("q", 1), ValueError, "q: expected shape [9, 2, 4], got [9, 3, 4]"),
     (POOL, "k", grown("k", 0), ValueError, "cu_seqlens[3]: expected 10 (tokens), got 9"),

@@ -49,6 +49,8 @@ def results(name, args, kwargs):
 def out_call(base, args, kwargs):
     """The call of the .out form that computes the same as a functional call, into tensors full of ones."""
     known = {a.name for a in overload(base + ".out")._schema.arguments}
+    if kwargs.get("save_states"):  # for a backward, which an .out form does not have
+        kwargs = {**kwargs, "save_states": False}
     outputs = {k: torch.ones_like(v) for k, v in results(base, args, kwargs).items() if v.numel()}
     args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
     return args, {k: v for k, v in kwargs.items() if k in known} | outputs
@@ -104,13 +106,33 @@ def _rule_options():
     return {**inside, "cu_seqlens": torch.tensor([0, 3, 3, 9]), "layout": "TND", "precision": "bf16"}
 
 
+def _with_gradients(tensors):
+    return [t.requires_grad_() for t in tensors]
+
+
 def _rule_fwd():
-    batch = _rule_inputs(lambda heads: (2, 5, heads), 1)
+    batch = _with_gradients(_rule_inputs(lambda heads: (2, 5, heads), 1))
+    long = _with_gradients(_rule_inputs(lambda heads: (600, heads), 1))
+    training = {"save_states": True, "zero_row_safe": True, "layout": "TND", "state_v_first": True}
+    training |= {"cu_seqlens": torch.tensor([0, 10, 310, 600])}
     packed = _rule_inputs(lambda heads: (9, heads), 2, torch.bfloat16)
     states = {"initial_state": _floats(3, 4, 3, 4, grad=False), "state_v_first": True, "output_final_state": True}
     points = torch.tensor([[0, 2], [2, 6], [1, 0]])
     outputs = {"snapshot_at": points, "scale": 0.5, "out_layout": "NTD"}
-    return [(batch, {}), (packed, {**_rule_options(), **states, **outputs})]
+    return [(batch, {}), (packed, {**_rule_options(), **states, **outputs}), (long, training)]
+
+
+def _rule_bwd():
+    batch = _rule_inputs(lambda heads: (2, 5, heads), 1)
+    packed = _rule_inputs(lambda heads: (309, heads), 2, torch.bfloat16)
+    options = {k: v for k, v in _rule_options().items() if k != "precision"}
+    options |= {"cu_seqlens": torch.tensor([0, 3, 3, 309]), "initial_state": _floats(3, 4, 3, 4, grad=False)}
+    options |= {"states": _floats(1, 4, 4, 3, grad=False), "state_v_first": True, "scale": 0.5, "out_layout": "NTD"}
+    do = _floats(4, 309, 3, dtype=torch.bfloat16, grad=False)
+    return [
+        ([_floats(2, 5, 2, 3, grad=False), None, *batch], {"needs": 0b11010}),
+        ([do, _floats(3, 4, 3, 4, grad=False), *packed], options | {"zero_row_safe": True}),
+    ]
 
 
 def _rule_pool():
@@ -273,6 +295,7 @@ SAMPLES = {
     "causal_conv1d_bwd": _conv_bwd,
     "causal_conv1d_update": _conv_update,
     "chunk_gated_delta_rule_fwd": _rule_fwd,
+    "chunk_gated_delta_rule_bwd": _rule_bwd,
     "chunk_gated_delta_rule_pool": _rule_pool,
     "gdn_segment_map": _segment_map,
     "gdn_segment_combine": _segment_combine,

@@ -143,11 +143,3 @@ def test_errors(name):
     with pytest.raises(kind) as caught:
         rule(**call)
     assert caught.type is kind
-
-
-def test_gradients_are_refused():
-    inputs, _, _ = problem()
-    q = inputs[0].clone().requires_grad_()
-    o, _ = rule(q, *inputs[1:], cu_seqlens=CU)
-    with pytest.raises(RuntimeError, match="chunk_gated_delta_rule_fwd: a gradient is not supported yet"):
-        o.sum().backward()

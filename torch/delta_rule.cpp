@@ -1,92 +1,27 @@
 // The gated delta rule over whole sequences as torch operators. Contract: include/tidegate/delta_rule.h.
-#include "adapter.h"
+#include <cstring>
+
+#include "rule_call.h"
 
 namespace tidegate::adapter {
 namespace {
 
-struct Sizes {
-  std::int64_t rows, tokens, heads, width;
-};
-
-// Only what is needed to find boundaries and to allocate; the operator itself checks the rest.
-Sizes sizes_of(std::string_view op, std::string_view name, const TensorView& t, Layout layout) {
-  const int rank = has_batch(layout) ? 4 : 3;
-  check(t.rank == rank, op, ": ", name, ": expected ", rank, " dimensions, got ", t.rank, " in ", Shape{t});
-  const bool head_major = is_head_major(layout);
-  return {has_batch(layout) ? t.size(0) : 1, t.size(head_major ? -2 : -3), t.size(head_major ? -3 : -2), t.size(-1)};
+// The states that a backward wants, K-first. How many there are depends on the boundaries, the size of the tensor must
+// not (under torch.compile): it has room for the most, and what is not used is 0.
+Tensor room_for_saved_states(const RuleCall& c) {
+  const std::int64_t most = c.keys.rows * ((std::max<std::int64_t>(c.keys.tokens, 1) - 1) / kSavedStateTokens);
+  return empty({most, c.values.heads, c.keys.width, c.values.width}, c.wide);
 }
-
-// The options that every form has, as torch hands them over.
-struct Flags {
-  bool use_qk_l2norm, beta_sigmoid;
-  double beta_scale;
-  const std::string& precision;
-  const std::string& layout;
-};
-
-struct RuleCall {
-  std::string_view op;
-  TensorView k, v, g, beta;
-  Sizes keys, values;
-  SeqLens seq;
-  ScalarType wide;  // of states
-  ChunkGatedDeltaRuleOptions options;
-};
-
-RuleCall rule_call(std::string_view op, Tensor& k, Tensor& v, const Tensor& g, const Tensor& beta,
-                   const Optional& cu_seqlens, const Optional& A_log, const Optional& dt_bias, const Flags& flags) {
-  ChunkGatedDeltaRuleOptions o;
-  o.layout = parse_layout(op, flags.layout);
-  o.precision = parse_precision(op, flags.precision);
-  o.use_qk_l2norm = flags.use_qk_l2norm;
-  o.beta_sigmoid = flags.beta_sigmoid;
-  o.beta_scale = flags.beta_scale;
-  o.A_log = view(op, "A_log", A_log);
-  o.dt_bias = view(op, "dt_bias", dt_bias);
-  const TensorView kv = dense(op, "k", k);
-  const TensorView vv = dense(op, "v", v);
-  const Sizes keys = sizes_of(op, "k", kv, o.layout);
-  return {op,
-          kv,
-          vv,
-          view(op, "g", g),
-          view(op, "beta", beta),
-          keys,
-          sizes_of(op, "v", vv, o.layout),
-          boundaries(op, cu_seqlens, keys.rows, keys.tokens),
-          kv.dtype == DType::kF64 ? ScalarType::Double : ScalarType::Float,
-          o};
-}
-
-// The options that speak of o and the states.
-void add_output_options(RuleCall& c, std::optional<double> scale, bool state_v_first,
-                        const std::optional<std::string>& out_layout) {
-  c.options.scale = scale;
-  c.options.state_v_first = state_v_first;
-  if (out_layout.has_value()) {
-    check(*out_layout == "BSND" || *out_layout == "TND" || *out_layout == "BNSD" || *out_layout == "NTD", c.op,
-          ": out_layout: expected BSND, TND, BNSD or NTD, got ", *out_layout);
-    c.options.out_layout = parse_layout(c.op, *out_layout);
+TensorView used_states(TensorView room, std::int64_t count, bool v_first) {
+  const std::int64_t bytes = dtype_bytes(room.dtype) * room.strides[0];
+  std::memset(static_cast<char*>(room.data) + count * bytes, 0,
+              static_cast<std::size_t>((room.sizes[0] - count) * bytes));
+  room.sizes[0] = count;
+  if (v_first) {
+    std::swap(room.sizes[2], room.sizes[3]);
+    std::swap(room.strides[2], room.strides[3]);
   }
-}
-
-Tensor empty_output(const RuleCall& c) {
-  const Layout layout = c.options.out_layout.value_or(c.options.layout);
-  std::vector<std::int64_t> sizes = {c.keys.tokens, c.values.heads, c.values.width};
-  if (is_head_major(layout)) {
-    std::swap(sizes[0], sizes[1]);
-  }
-  if (has_batch(layout)) {
-    sizes.insert(sizes.begin(), c.keys.rows);
-  }
-  return empty(sizes, scalar_type(c.k.dtype));
-}
-
-Tensor empty_states(const RuleCall& c, std::int64_t count) {
-  const bool v_first = c.options.state_v_first;
-  return empty(
-      {count, c.values.heads, v_first ? c.values.width : c.keys.width, v_first ? c.keys.width : c.values.width},
-      c.wide);
+  return room;
 }
 
 // Rows (sequence, tokens) of an integer tensor [M, 2].
@@ -109,23 +44,28 @@ std::tuple<Tensor, Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, Tensor g, T
                                        std::optional<double> scale, bool output_final_state, bool use_qk_l2norm,
                                        bool beta_sigmoid, double beta_scale, bool state_v_first, std::string precision,
                                        std::string layout, std::optional<std::string> out_layout,
-                                       std::int64_t time_segments) {
+                                       std::int64_t time_segments, bool save_states, bool) {
   constexpr std::string_view op = "chunk_gated_delta_rule_fwd";
   RuleCall c = rule_call(op, k, v, g, beta, cu_seqlens, A_log, dt_bias,
                          {use_qk_l2norm, beta_sigmoid, beta_scale, precision, layout});
   add_output_options(c, scale, state_v_first, out_layout);
   c.options.time_segments = time_segments;
-  const auto points = snapshot_points(op, snapshot_at);
+  check(!save_states || !snapshot_at.has_value(), op, ": save_states: expected False with snapshot_at, got True");
+  const auto points = save_states ? saved_states(c.seq) : snapshot_points(op, snapshot_at);
   c.options.snapshot_at = points;
   const TensorView qv = dense(op, "q", q);
   const TensorView initial = view(op, "initial_state", initial_state);
   Tensor o = empty_output(c);
   Tensor final_state = output_final_state ? empty_states(c, c.seq.count()) : nothing(c.wide);
-  Tensor snapshots =
-      snapshot_at.has_value() ? empty_states(c, static_cast<std::int64_t>(points.size())) : nothing(c.wide);
+  Tensor snapshots = save_states               ? room_for_saved_states(c)
+                     : snapshot_at.has_value() ? empty_states(c, static_cast<std::int64_t>(points.size()))
+                                               : nothing(c.wide);
+  TensorView target = save_states || snapshot_at.has_value() ? view(op, "snapshots", snapshots) : TensorView{};
+  if (save_states) {
+    target = used_states(target, static_cast<std::int64_t>(points.size()), state_v_first);
+  }
   chunk_gated_delta_rule_fwd(qv, c.k, c.v, c.g, c.beta, initial, view(op, "o", o),
-                             output_final_state ? view(op, "final_state", final_state) : TensorView{},
-                             snapshot_at.has_value() ? view(op, "snapshots", snapshots) : TensorView{}, c.seq,
+                             output_final_state ? view(op, "final_state", final_state) : TensorView{}, target, c.seq,
                              c.options);
   return {o, final_state, snapshots};
 }
@@ -238,7 +178,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tidegate, m) {
       "Tensor? cu_seqlens=None, Tensor? A_log=None, Tensor? dt_bias=None, Tensor? snapshot_at=None, *, "
       "float? scale=None, bool output_final_state=False, bool use_qk_l2norm=False, bool beta_sigmoid=False, "
       "float beta_scale=1.0, bool state_v_first=False, str precision='fp32', str layout='BSND', str? out_layout=None, "
-      "int time_segments=1) "
+      "int time_segments=1, bool save_states=False, bool zero_row_safe=False) "
       "-> (Tensor o, Tensor final_state, Tensor snapshots)");
   m.def(
       "chunk_gated_delta_rule_fwd.out(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "

@@ -82,7 +82,7 @@ struct ChunkGatedDeltaRuleGradients {
 //   on the
 //                  same inputs; absent: they are computed again
 // Options as in the forward; states of a pool and snapshots have no gradient. precision is that of the forward:
-// gradients are computed in fp32. Memory: 4 K V HV / 256 bytes of `states` for every token, and a workspace for each
+// gradients are computed in fp32. Memory: K V HV / 64 bytes of `states` for every token, and a workspace for each
 // thread that does not grow with the tokens.
 void chunk_gated_delta_rule_bwd(const TensorView& d_o, const TensorView& dfinal_state, const TensorView& q,
                                 const TensorView& k, const TensorView& v, const TensorView& g, const TensorView& beta,
@@ -90,7 +90,8 @@ void chunk_gated_delta_rule_bwd(const TensorView& d_o, const TensorView& dfinal_
                                 const ChunkGatedDeltaRuleGradients& gradients, const SeqLens& seq,
                                 const ChunkGatedDeltaRuleOptions& options = {});
 
-// Where the backward wants to find states: after every 256 tokens of a sequence, but not at its end.
+// Where the backward wants to find states: after every kSavedStateTokens tokens of a sequence, but not at its end.
+inline constexpr std::int64_t kSavedStateTokens = 256;
 std::vector<SnapshotPoint> saved_states(const SeqLens& seq);
 
 // Tokens that one step of the fused operator takes in. Snapshots at its multiples (and anywhere else) cost one more

@@ -148,6 +148,34 @@ def _(ctx, dy):
     return ops.partial_rope_bwd(dy, cos, sin, **ctx.options), None, None
 
 
+RULE_OPTIONS = "scale use_qk_l2norm beta_sigmoid beta_scale state_v_first zero_row_safe layout out_layout".split()
+
+
+def _rule_setup(ctx, inputs, keyword_only_inputs, output):
+    *tensors, snapshot_at = inputs
+    ctx.save_for_backward(*tensors, output[2] if keyword_only_inputs["save_states"] else None)
+    ctx.options = {k: keyword_only_inputs[k] for k in RULE_OPTIONS}
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+@_gradient("chunk_gated_delta_rule_fwd", _rule_setup)
+def _(ctx, do, dfinal_state, _dsnapshots):
+    *inputs, states = ctx.saved_tensors
+    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias = inputs
+    if dfinal_state is not None and dfinal_state.dim() == 1:  # of a final state that was not asked for
+        dfinal_state = None
+    asked = (*ctx.needs_input_grad, *[False] * 10)  # torch leaves out what was not given at the end
+    places = (0, 1, 2, 3, 4, 5, 7, 8)  # of the tensors that can have a gradient
+    needs = sum(asked[place] << i for i, place in enumerate(places))
+    results = ops.chunk_gated_delta_rule_bwd(do, dfinal_state, *inputs, states, **ctx.options, needs=needs)
+    gradients = [None] * 10
+    for place, gradient in zip(places, results, strict=True):
+        if asked[place]:
+            gradients[place] = gradient.to(inputs[place].dtype)
+    return tuple(gradients)
+
+
 def _cumsum_setup(ctx, inputs, keyword_only_inputs, output):
     g, ctx.chunk_size, cu_seqlens = inputs
     ctx.floor = keyword_only_inputs["floor"]
@@ -203,7 +231,7 @@ for _name in names:
     for _overload in getattr(ops, _name).overloads():
         if getattr(getattr(ops, _name), _overload)._schema.is_mutable:
             _refuse_grad_mode(_name, _overload)
-for _name in ("chunk_gated_delta_rule_fwd", "gdn_segment_map", "gdn_segment_combine"):
+for _name in ("gdn_segment_map", "gdn_segment_combine"):
     _refuse_gradient(_name, "a gradient is not supported yet: use it under torch.no_grad()")
 _refuse_gradient("mrope_cos_sin", "a gradient of the position tables is not supported")
 for _name in (

@@ -57,6 +57,9 @@ CONTRACTS = {
     "cache_indices N index; has_initial_state N flag; num_accepted_tokens N index; cache_seqlens N index",
     "chunk_gated_delta_rule_fwd": f"{_RULE}; initial_state N,HV,K^V match; snapshot_at M,2 index; o @HV,V same; "
     "final_state N,HV,K^V pool; snapshots M,HV,K^V wide",
+    "chunk_gated_delta_rule_bwd": f"{_RULE}; do @HV,V same; dfinal_state N,HV,K^V match; initial_state N,HV,K^V match; "
+    "states M,HV,K,V wide; dq @HK,K same; dk @HK,K same; dv @HV,V same; dg @HV match; dbeta @HV match; "
+    "dh0 N,HV,K^V pool; dA_log HV wide; ddt_bias HV wide",
     "chunk_gated_delta_rule_pool": f"{_RULE}; state slots,HV,K^V pool; state_indices N index; "
     "has_initial_state N flag; o @HV,V same",
     "gdn_segment_map": f"{_RULE}; phi N,HV,K,K wide; s N,HV,K,V wide",
@@ -117,7 +120,7 @@ def _conv_dimensions(op, output, order, given, d):
 def _dimensions(op, name, text, given, d):
     """The names or sizes that a shape is compared with, in order."""
     order = _layout(op, "layout", given["layout"]) if "layout" in given else ""
-    if name == "o" and given.get("out_layout") is not None:
+    if name in ("o", "do") and given.get("out_layout") is not None:
         order = LAYOUTS[given["out_layout"]]
     if text in ("x", "y"):
         return _conv_dimensions(op, text == "y", order, given, d)
@@ -127,7 +130,8 @@ def _dimensions(op, name, text, given, d):
             tokens = "T" if part[0] == "@" else "NT"
             names += [{"H": part[1:], "T": tokens}.get(n, n) for n in order.split(",")]
         elif "^" in part:
-            names += reversed(part.split("^")) if given["state_v_first"] else part.split("^")
+            kept = name == "snapshots" and given.get("save_states")  # what a backward wants is K-first always
+            names += reversed(part.split("^")) if given["state_v_first"] and not kept else part.split("^")
         else:
             names.append(int(part) if part.isdigit() else part)
     return names

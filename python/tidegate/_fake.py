@@ -8,6 +8,7 @@ from torch.library import register_fake
 from tidegate import _contracts
 
 ops = torch.ops.tidegate
+SAVED_STATE_TOKENS = 256  # from one state that the backward of the delta rule wants to the next: kSavedStateTokens
 names = []  # every operator that has a fake kernel, in order
 
 
@@ -150,14 +151,48 @@ def _(
     state_v_first=False,
     layout="BSND",
     out_layout=None,
+    save_states=False,
     **_options,
 ):
-    _, count, _, HV, K, V = _rule_sizes(k, v, cu_seqlens, layout)
+    rows, count, T, HV, K, V = _rule_sizes(k, v, cu_seqlens, layout)
     state = (HV, V, K) if state_v_first else (HV, K, V)
+    snapshots = _nothing(k, wide(k))
+    if save_states:  # room for the most that any boundaries could ask for
+        most = rows * ((torch.sym_max(T, 1) - 1) // SAVED_STATE_TOKENS)
+        snapshots = k.new_empty((most, HV, K, V), dtype=wide(k))
+    elif snapshot_at is not None:
+        snapshots = k.new_empty((snapshot_at.shape[0], *state), dtype=wide(k))
     return (
         _rule_output(k, v, layout, out_layout),
         k.new_empty((count, *state), dtype=wide(k)) if output_final_state else _nothing(k, wide(k)),
-        k.new_empty((snapshot_at.shape[0], *state), dtype=wide(k)) if snapshot_at is not None else _nothing(k, wide(k)),
+        snapshots,
+    )
+
+
+@_fake("chunk_gated_delta_rule_bwd")
+def _(
+    do,
+    dfinal_state,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state=None,
+    cu_seqlens=None,
+    A_log=None,
+    dt_bias=None,
+    states=None,
+    *,
+    needs=255,
+    **_options,
+):
+    sums = wide(k)
+    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    types = (q.dtype, k.dtype, v.dtype, sums, beta.dtype, sums, sums, sums)
+    return tuple(
+        x.new_empty(x.shape, dtype=dtype) if needs >> i & 1 and x is not None else _nothing(k, dtype)
+        for i, (x, dtype) in enumerate(zip(inputs, types, strict=True))
     )
 
 

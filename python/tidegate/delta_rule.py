@@ -8,13 +8,25 @@ from tidegate._arguments import boundaries, check_chunk_indices
 from tidegate._native import ops, require
 
 CHUNK_SIZES = (16, 32, 64)  # what FLA allows; here only a hint
-KEYWORDS = {"A_log", "chunk_size", "dt_bias", "precision", "use_gate_in_kernel"}
+KEYWORDS = {"A_log", "chunk_size", "dt_bias", "precision", "use_gate_in_kernel", "zero_row_safe"}
 
 
 def chunk_size():
     """Tokens that the fused operator takes in at a time: snapshots at its multiples are the cheap ones."""
     require()
     return torch.ops.tidegate.chunk_size()
+
+
+def _one_dtype(*tensors):
+    """Under autocast some of q, k, v may have gone through a layer that narrows and some not."""
+    if torch.is_autocast_enabled("cpu") and len({t.dtype for t in tensors}) > 1:
+        return tuple(t.to(torch.get_autocast_dtype("cpu")) for t in tensors)
+    return tensors
+
+
+def _trains(*tensors):
+    """Whether a backward may follow: then the forward leaves it some states."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def chunk_gated_delta_rule(
@@ -39,7 +51,8 @@ def chunk_gated_delta_rule(
     """q, k [B,T,H,K], v [B,T,HV,V], g, beta [B,T,HV], states [N,HV,K,V]. Returns (o, final_state or None).
 
     kwargs: use_gate_in_kernel with A_log and dt_bias (g is then the raw gate), chunk_size (16, 32 or 64: a hint), and
-    our own precision="fp32" or "bf16".
+    our own precision="fp32" or "bf16" and zero_row_safe=True (rows of zeros in q and k, as padding has them, get the
+    gradient 0). Differentiable in all tensors.
     """
     op = "chunk_gated_delta_rule"
     if "transpose_state_layout" in kwargs:
@@ -68,6 +81,8 @@ def chunk_gated_delta_rule(
         raise ValueError(f"{op}: allow_neg_eigval: expected False without use_beta_sigmoid_in_kernel, got True")
     cu_seqlens = boundaries(op, cu_seqlens, cu_seqlens_cpu)
     check_chunk_indices(op, chunk_indices, cu_seqlens, (size,))
+    q, k, v = _one_dtype(q, k, v)
+    A_log, dt_bias = (kwargs.get("A_log"), kwargs.get("dt_bias")) if use_gate else (None, None)
     o, final_state, _ = ops.chunk_gated_delta_rule_fwd(
         q,
         k,
@@ -76,8 +91,8 @@ def chunk_gated_delta_rule(
         beta,
         initial_state,
         cu_seqlens=cu_seqlens,
-        A_log=kwargs.get("A_log") if use_gate else None,
-        dt_bias=kwargs.get("dt_bias") if use_gate else None,
+        A_log=A_log,
+        dt_bias=dt_bias,
         scale=scale,
         output_final_state=output_final_state,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
@@ -85,6 +100,8 @@ def chunk_gated_delta_rule(
         beta_scale=2.0 if allow_neg_eigval else 1.0,
         state_v_first=state_v_first,
         precision=kwargs.get("precision", "fp32"),
+        save_states=_trains(q, k, v, g, beta, initial_state, A_log, dt_bias),
+        zero_row_safe=kwargs.get("zero_row_safe", False),
     )
     return o, final_state if output_final_state else None
 

@@ -15,6 +15,7 @@ namespace delta_rule_gradient {
 namespace {
 
 using chunk_gated_delta_rule::Problem;
+static_assert(kGroupTokens == kSavedStateTokens);
 
 const Kernels& kernels() { return chunk_gated_delta_rule_bwd_kernels_for(active_isa()); }
 
@@ -43,7 +44,7 @@ Args make_args(const Problem& p, const Tensors& t, const ChunkGatedDeltaRuleGrad
 
 // One key head over one sequence each, the longest first. What the value heads of a key head share is summed inside a
 // unit, so the bits do not depend on who runs it.
-std::vector<Unit> plan(const SeqLens& seq, std::int64_t key_heads, std::int64_t group_tokens) {
+std::vector<Unit> plan(const SeqLens& seq, std::int64_t key_heads) {
   std::vector<Unit> units;
   std::int64_t saved = 0;
   for (std::int64_t n = 0; n < seq.count(); ++n) {
@@ -51,7 +52,7 @@ std::vector<Unit> plan(const SeqLens& seq, std::int64_t key_heads, std::int64_t 
     for (std::int64_t h = 0; h < key_heads; ++h) {
       units.push_back({s.row, s.begin, s.end, n, h, saved});
     }
-    saved += std::max<std::int64_t>(s.length() - 1, 0) / group_tokens;
+    saved += std::max<std::int64_t>(s.length() - 1, 0) / kGroupTokens;
   }
   std::stable_sort(units.begin(), units.end(),
                    [](const Unit& a, const Unit& b) { return a.end - a.begin > b.end - b.begin; });
@@ -78,7 +79,7 @@ void run(const Problem& p, const Tensors& t, const ChunkGatedDeltaRuleGradients&
     sums.assign(static_cast<std::size_t>(seq.count() * p.sizes.HV * 2), 0.0);
     args.sums = sums.data();
   }
-  const std::vector<Unit> units = plan(seq, p.sizes.HK, kernels().group_tokens);
+  const std::vector<Unit> units = plan(seq, p.sizes.HK);
   const auto kernel = kernels().run[data_type_index(t.rule.k.dtype)];
   const auto count = static_cast<std::int64_t>(units.size());
   std::atomic<std::int64_t> next{0};
@@ -137,10 +138,9 @@ void chunk_gated_delta_rule_bwd(const TensorView& d_o, const TensorView& dfinal_
 }
 
 std::vector<SnapshotPoint> saved_states(const SeqLens& seq) {
-  const std::int64_t step = delta_rule_gradient::kernels().group_tokens;
   std::vector<SnapshotPoint> points;
   for (std::int64_t n = 0; n < seq.count(); ++n) {
-    for (std::int64_t tokens = step; tokens < seq[n].length(); tokens += step) {
+    for (std::int64_t tokens = kSavedStateTokens; tokens < seq[n].length(); tokens += kSavedStateTokens) {
       points.push_back({n, tokens});
     }
   }

@@ -9,10 +9,9 @@
 namespace tidegate::TIDEGATE_ISA {
 namespace {
 
-// Chunks from one saved state to the next: 256 tokens. The states of a group (G K V fp32 numbers for every chunk) have
-// to fit into a core's share of the last cache; the saved ones take K V HV / 64 bytes a token.
-constexpr int64_t kGroupChunks = 8;
-constexpr int64_t kGroupTokens = kGroupChunks * kChunk;
+using delta_rule_gradient::kGroupTokens;
+constexpr int64_t kGroupChunks = kGroupTokens / kChunk;
+static_assert(kGroupTokens % kChunk == 0);
 
 template <class T>
 struct Run {
@@ -278,7 +277,7 @@ int64_t workspace(const delta_rule_gradient::Args& a) noexcept { return Run<floa
 
 }  // namespace
 
-extern const delta_rule_gradient::Kernels chunk_gated_delta_rule_bwd_kernels = {
-    kGroupTokens, workspace, {run<float>, run<bf16>, run<f16>}};
+extern const delta_rule_gradient::Kernels chunk_gated_delta_rule_bwd_kernels = {workspace,
+                                                                                {run<float>, run<bf16>, run<f16>}};
 
 }  // namespace tidegate::TIDEGATE_ISA

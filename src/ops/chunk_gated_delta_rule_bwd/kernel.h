@@ -7,6 +7,10 @@ namespace tidegate::delta_rule_gradient {
 
 using chunk_gated_delta_rule::States;
 
+// From one saved state to the next. The states of such a group (G K V fp32 numbers for every chunk of it) are computed
+// again and should fit into a core's share of the last cache; the saved ones take K V HV / 64 bytes a token.
+inline constexpr int64_t kGroupTokens = 256;
+
 // A gradient of a gate: element strides and its type (DType as an integer).
 struct GateGradient {
   Heads at;
@@ -35,7 +39,6 @@ struct Unit {
 };
 
 struct Kernels {
-  int64_t group_tokens;  // from one saved state to the next
   int64_t (*workspace)(const Args&) noexcept;
   void (*run[kDataTypes])(const Args&, const Unit&, float* workspace) noexcept;
 };
