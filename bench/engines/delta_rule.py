@@ -24,13 +24,14 @@ def per_sequence(item, x, rule, note=""):
     return Run(lambda: [rule(*p) for p in parts], outputs, ", ".join(n for n in (note, "one call a sequence") if n))
 
 
-def forward_backward(item, x, rule):
-    """Forward and autograd's backward of rule(q, k, v, g, beta) -> o; the repetition is part of it, as in the layer."""
+def forward_backward(item, x, rule, grouped=False):
+    """Forward and autograd's backward of rule(q, k, v, g, beta) -> o. The repetition is part of it, as in the layer; an
+    engine with grouped heads has none."""
     leaves = {n: x[n].detach().clone().requires_grad_() for n in ("q", "k", "v", "g", "beta")}
 
     def call():
         with torch.enable_grad():
-            q, k = repeated(leaves, item.sizes["HV"])
+            q, k = (leaves["q"], leaves["k"]) if grouped else repeated(leaves, item.sizes["HV"])
             o = rule(q, k, leaves["v"], leaves["g"], leaves["beta"])
             return torch.autograd.grad(o, list(leaves.values()), x["do"].to(o.dtype))
 

@@ -7,9 +7,10 @@ repeats Transformers' roundings.
 import torch
 
 from engines import Absent, Run
+from engines.delta_rule import forward_backward
 
 PACKAGES = {"tidegate": None}
-LACKS = {kind: "not in this version" for kind in ("decode", "train")}
+LACKS = {"decode": "not in this version"}
 
 
 def load(threads):
@@ -111,6 +112,12 @@ def _prefill(precision, into=False):
     return build
 
 
+def _train(item, x):
+    import tidegate
+
+    return forward_backward(item, x, lambda *args: tidegate.chunk_gated_delta_rule(*args)[0], grouped=True)
+
+
 _conv, _ = _entry("causal_conv1d_fwd", lambda x: (x["x"][None], x["w"]), ["y"], lambda x, r: r[0], activation="silu")
 _conv_bwd, _ = _entry(
     "causal_conv1d_bwd",
@@ -131,6 +138,7 @@ ENTRIES = {
     "l2norm": _l2norm,
     "prefill": {"": _prefill("fp32"), "out": _prefill("fp32", into=True), "bf16": _prefill("bf16")},
     "rms_norm": _rms,
+    "train": {"": _train},
     "norm_gated": _once(*_entry("rms_norm_gated_fwd", lambda x: (x["x"], x["z"], x["w"]), ["y"])),
     "rope": _once(*_entry("partial_rope_fwd", lambda x: (x["x"], x["cos"], x["sin"]), ["y"]))
     | {"in place": _rope_in_place},
