@@ -17,4 +17,14 @@ struct ChunkSpan {
   int64_t number;  // among the chunks of its row, which is where its state stands in h
 };
 
+// States [N,HV,K,V] or [N,HV,V,K] with their strides.
+struct SequenceStates {
+  void* data;  // null: absent
+  int type;
+  int64_t sequence, head, key, value;
+};
+
+// Columns of the state that one task carries through a sequence.
+inline constexpr int64_t kStateColumns = 64;
+
 }  // namespace tidegate

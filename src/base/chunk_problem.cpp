@@ -1,6 +1,7 @@
 #include "base/chunk_problem.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "tidegate/chunk.h"
 
@@ -30,6 +31,12 @@ void check_chunk_size(std::string_view op, Named where, std::int64_t chunk_size)
         " of 16, 32, 64 or 128, got ", chunk_size);
 }
 
+double scale_or_default(std::string_view op, std::optional<double> scale, std::int64_t K) {
+  const double value = scale.value_or(1.0 / std::sqrt(static_cast<double>(K)));
+  check(std::isfinite(value), op, ": scale: expected a finite number, got ", value);
+  return value;
+}
+
 DeltaSizes gate_sizes(std::string_view op, Named t, Layout layout) {
   check_rank(op, t, has_batch(layout) ? 3 : 2);
   check_data_type(op, t);
@@ -57,6 +64,12 @@ void check_intermediate_type(std::string_view op, Named t, Named data) {
   }
 }
 
+void check_keys(std::string_view op, Named k, Named q) {
+  check_same_shape(op, k, q);
+  check_same_dtype(op, k, q);
+  check_inner_stride(op, k);
+}
+
 void check_gc(std::string_view op, Named gc, Named data, Layout layout, const DeltaSizes& s) {
   check_tokens_heads(op, gc, layout, s, s.HV, 0);
   check_dtype(op, gc, data.tensor.dtype == DType::kF64 ? DType::kF64 : DType::kF32);
@@ -73,6 +86,11 @@ void check_intermediate(std::string_view op, Named t, Named data, Layout layout,
   check_intermediate_type(op, t, data);
 }
 
+void check_key_gradient(std::string_view op, Named t, Named data, Layout layout, const DeltaSizes& s) {
+  check_tokens_heads(op, t, layout, s, s.HK, s.K);
+  check_intermediate_type(op, t, data);
+}
+
 void check_chunk_states(std::string_view op, Named h, Named data, Layout layout, const DeltaSizes& s, std::int64_t NT) {
   const bool head_major = is_head_major(layout);
   const std::int64_t first = head_major ? s.HV : NT;
@@ -84,6 +102,34 @@ void check_chunk_states(std::string_view op, Named h, Named data, Layout layout,
   }
   check_intermediate_type(op, h, data);
   check_inner_stride(op, h);
+}
+
+void check_states(std::string_view op, Named t, std::int64_t sequences, const DeltaSizes& s, bool v_first) {
+  check_rank(op, t, 4);
+  check(t.tensor.size(0) == sequences, op, ": ", t.name, ": expected ", sequences, " states (one per sequence), got ",
+        t.tensor.size(0));
+  check_shape(op, t, {sequences, s.HV, v_first ? s.V : s.K, v_first ? s.K : s.V});
+  check_inner_stride(op, t);
+}
+
+SequenceStates states_of(const TensorView& t, bool v_first) {
+  if (!t.defined()) {
+    return {};
+  }
+  return {t.data,       data_type_index(t.dtype),   t.strides[0],
+          t.strides[1], t.strides[v_first ? 3 : 2], t.strides[v_first ? 2 : 3]};
+}
+
+// Where the chunks of every sequence begin in the list, and its end.
+std::vector<std::size_t> first_chunks(const ChunkProblem& p) {
+  std::vector<std::size_t> first(static_cast<std::size_t>(p.sequences) + 1, 0);
+  for (const ChunkSpan& c : p.chunks) {
+    ++first[static_cast<std::size_t>(c.sequence) + 1];
+  }
+  for (std::size_t n = 1; n < first.size(); ++n) {
+    first[n] += first[n - 1];
+  }
+  return first;
 }
 
 TypedHeads typed_heads(const TensorView& t, Layout layout) {

@@ -19,6 +19,7 @@ struct Room {
     used += (n + 15) / 16 * 16;
     return p;
   }
+  double* take_doubles(int64_t n) { return reinterpret_cast<double*>(take(2 * n)); }
 };
 
 inline int64_t panel_count(int64_t columns) { return (columns + kPanel - 1) / kPanel; }

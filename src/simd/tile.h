@@ -103,6 +103,16 @@ template <int R>
   }
 }
 
+// t += what stands in a panel, or in any matrix with `pitch` elements from row to row.
+template <int R>
+[[gnu::always_inline]] inline void add_tile(Tile<R>& t, const float* from, int64_t pitch = kPanel) {
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < kTileVectors; ++c) {
+      t.v[r][c] = load(from + r * pitch + c * kLanes) + t.v[r][c];
+    }
+  }
+}
+
 // Rows of a panel, or of any matrix with `pitch` elements from row to row.
 template <int R>
 [[gnu::always_inline]] inline void store_tile(const Tile<R>& t, float* to, int64_t pitch = kPanel) {
@@ -110,6 +120,23 @@ template <int R>
     for (int c = 0; c < kTileVectors; ++c) {
       store(to + r * pitch + c * kLanes, t.v[r][c]);
     }
+  }
+}
+
+// Long sums of products have two levels: this many terms in one chain, then the chains.
+constexpr int64_t kTerms = 64;
+
+// t = a b over n inner steps, chains of kTerms; `room` has place for the tile in between.
+template <int R>
+[[gnu::always_inline]] inline void long_product(Tile<R>& t, Left a, const float* b, int64_t n, float* room,
+                                                int64_t pitch = kPanel) {
+  clear(t);
+  add_product(t, a, b, n < kTerms ? n : kTerms);
+  for (int64_t k = kTerms; k < n; k += kTerms) {
+    store_tile(t, room, pitch);
+    clear(t);
+    add_product(t, Left{a.data + k * a.step, a.row, a.step}, b + k * kPanel, n - k < kTerms ? n - k : kTerms);
+    add_tile(t, room, pitch);
   }
 }
 

@@ -1,6 +1,4 @@
 // chunk_fwd_o: checks, partition, dispatch.
-#include <cmath>
-
 #include "base/arena.h"
 #include "base/float_environment.h"
 #include "ops/chunk_fwd_o/kernel.h"
@@ -18,9 +16,7 @@ void chunk_fwd_o(const TensorView& q, const TensorView& k, const TensorView& v_n
   const Layout layout = options.layout;
   const Named data{"q", q};
   DeltaSizes s = key_sizes(op, data, layout);
-  check_same_shape(op, {"k", k}, data);
-  check_same_dtype(op, {"k", k}, data);
-  check_inner_stride(op, {"k", k});
+  check_keys(op, {"k", k}, data);
   check_rank(op, {"v_new", v_new}, q.rank);
   gate_heads(op, {"gc", gc}, data, layout, s);
   s.V = v_new.size(-1);
@@ -30,8 +26,7 @@ void chunk_fwd_o(const TensorView& q, const TensorView& k, const TensorView& v_n
   check_chunk_size(op, {"chunk_size", {}}, options.chunk_size);
   check_boundaries(op, seq, s);
   check_chunk_states(op, {"h", h}, data, layout, s, chunks_per_row(seq, options.chunk_size));
-  const double scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(s.K)));
-  check(std::isfinite(scale), op, ": scale: expected a finite number, got ", scale);
+  const double scale = scale_or_default(op, options.scale, s.K);
   check_tokens_heads(op, {"o", o}, layout, s, s.HV, s.V);
   check_same_dtype(op, {"o", o}, data);
   check_outputs(op, {{"o", o}}, {data, {"k", k}, {"v_new", v_new}, {"h", h}, {"gc", gc}});

@@ -2,19 +2,18 @@
 // of columns that stay in the cache from chunk to chunk.
 #include "ops/chunk_gated_delta_rule_fwd_h/kernel.h"
 
+#include "simd/states.h"
 #include "simd/triangle.h"
 
 namespace tidegate::TIDEGATE_ISA {
 namespace {
 
 using h_stage::Args;
-using h_stage::kColumns;
-using h_stage::States;
 
 struct Buffers {
   float *state, *w, *k, *v, *gc, *to_end;
   Buffers(const Args& a, Room& room)
-      : state(room.take(kColumns * a.K)),
+      : state(room.take(kStateColumns * a.K)),
         w(room.take(a.C * a.K)),
         k(room.take(a.C * a.K)),
         v(room.take(a.C * kPanel)),
@@ -26,27 +25,6 @@ int64_t scratch(const Args& a) noexcept {
   Room room{nullptr};
   const Buffers counted(a, room);
   return room.used;
-}
-
-// f(element of the state, its place in the panel) for the columns of the panel that exist.
-template <class T, class F>
-inline void for_state(const Args& a, const States& s, int64_t sequence, int64_t head, int64_t first, F f) {
-  T* state = static_cast<T*>(s.data) + sequence * s.sequence + head * s.head;
-  const int64_t columns = a.V - first < kPanel ? a.V - first : kPanel;
-  for (int64_t r = 0; r < a.K; ++r) {
-    for (int64_t c = 0; c < columns; ++c) {
-      f(state[r * s.key + (first + c) * s.value], r * kPanel + c);
-    }
-  }
-}
-
-inline void load_state(const Args& a, int64_t sequence, int64_t head, int64_t first, float* panel) {
-  memset(panel, 0, static_cast<size_t>(a.K * kPanel) * sizeof(float));
-  if (a.initial.data != nullptr) {
-    with_type(a.initial.type, [&]<class T>(T*) {
-      for_state<const T>(a, a.initial, sequence, head, first, [&](T x, int64_t place) { panel[place] = widen(x); });
-    });
-  }
 }
 
 // The panel of columns from `first` on through one chunk; w, k and the gates of the chunk are in the buffers.
@@ -90,13 +68,13 @@ void run(const Args& a, int64_t sequence, const ChunkSpan* chunks, int64_t count
          float* block) noexcept {
   Room room{block};
   const Buffers b(a, room);
-  const int64_t last = first + kColumns < a.V ? first + kColumns : a.V;
+  const int64_t last = first + kStateColumns < a.V ? first + kStateColumns : a.V;
   const auto for_panels = [&](auto f) {
     for (int64_t column = first; column < last; column += kPanel) {
       f(column, b.state + (column - first) * a.K);
     }
   };
-  for_panels([&](int64_t column, float* state) { load_state(a, sequence, head, column, state); });
+  for_panels([&](int64_t column, float* state) { load_state(a.initial, sequence, head, a.K, column, a.V, state); });
   for (const ChunkSpan* c = chunks; c < chunks + count; ++c) {
     pack_rows(chunk_rows(a.w, *c, head), c->length, a.K, b.w);
     pack_rows(chunk_rows(a.k, *c, head / a.group), c->length, a.K, b.k);
@@ -106,9 +84,8 @@ void run(const Args& a, int64_t sequence, const ChunkSpan* chunks, int64_t count
     for_panels([&](int64_t column, float* state) { panel_step(a, b, *c, head, column, state); });
   }
   if (a.final.data != nullptr) {
-    for_panels([&](int64_t column, float* state) {
-      for_state<float>(a, a.final, sequence, head, column, [&](float& x, int64_t place) { x = state[place]; });
-    });
+    for_panels(
+        [&](int64_t column, const float* state) { store_state(state, a.final, sequence, head, a.K, column, a.V); });
   }
 }
 

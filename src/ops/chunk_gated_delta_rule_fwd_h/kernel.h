@@ -6,25 +6,15 @@
 
 namespace tidegate::h_stage {
 
-// States [N,HV,K,V] or [N,HV,V,K] with their strides.
-struct States {
-  void* data;  // null: absent
-  int type;
-  int64_t sequence, head, key, value;
-};
-
 struct Args {
   TypedHeads k, w, u, gc, h, v_new;
-  States initial, final;
+  SequenceStates initial, final;
   int64_t C, K, V, group;  // group: value heads that read one key head
   int64_t h_pitch;         // from one K row of h to the next
 };
 
-// Columns of the state that one task carries through a sequence.
-inline constexpr int64_t kColumns = 64;
-
-// scratch: floats that run needs in its block. run takes columns [first, first + kColumns) of one sequence and head
-// through the `count` chunks of the sequence.
+// scratch: floats that run needs in its block. run takes columns [first, first + kStateColumns) of one sequence and
+// head through the `count` chunks of the sequence.
 struct Kernels {
   int64_t (*scratch)(const Args&) noexcept;
   void (*run)(const Args&, int64_t sequence, const ChunkSpan* chunks, int64_t count, int64_t head, int64_t first,

@@ -21,16 +21,14 @@ void reference(const ChunkProblem& p, const TensorView& k, const TensorView& w, 
   std::vector<Acc> v(static_cast<std::size_t>(p.C * V));
   const auto S = [&](std::int64_t i, std::int64_t j) -> Acc& { return state[static_cast<std::size_t>(i * V + j)]; };
   const auto new_v = [&](std::int64_t i, std::int64_t j) -> Acc& { return v[static_cast<std::size_t>(i * V + j)]; };
-  const auto place = [&](const TensorView& t, std::int64_t n, std::int64_t head, std::int64_t i, std::int64_t j) {
-    return state_v_first ? offset_of(t, n, head, j, i) : offset_of(t, n, head, i, j);
-  };
   for (std::int64_t n = 0; n < p.sequences; ++n) {
     for (std::int64_t head = 0; head < HV; ++head) {
       const std::int64_t key_head = head / p.size.group();
       for (std::int64_t i = 0; i < K; ++i) {
         for (std::int64_t j = 0; j < V; ++j) {
           S(i, j) = initial_state.defined()
-                        ? static_cast<Acc>(read_element(initial_state, place(initial_state, n, head, i, j)))
+                        ? static_cast<Acc>(
+                              read_element(initial_state, state_offset(initial_state, state_v_first, n, head, i, j)))
                         : Acc(0);
         }
       }
@@ -61,7 +59,7 @@ void reference(const ChunkProblem& p, const TensorView& k, const TensorView& w, 
       }
       for (std::int64_t i = 0; final_state.defined() && i < K; ++i) {
         for (std::int64_t j = 0; j < V; ++j) {
-          write_element(final_state, place(final_state, n, head, i, j), S(i, j));
+          write_element(final_state, state_offset(final_state, state_v_first, n, head, i, j), S(i, j));
         }
       }
     }
