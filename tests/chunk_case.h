@@ -1,10 +1,13 @@
 // A problem of the chunk operators for tests: the numbers that describe it, tensors of every stage, and calls on them.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <span>
 
 #include "base/chunk_problem.h"
 #include "tidegate/chunk.h"
+#include "tidegate/chunk_backward.h"
 #include "toolkit.h"
 
 namespace tidegate::test {
@@ -19,8 +22,9 @@ struct ChunkCase {
   Layout layout = Layout::kTND;
   Sizes lengths = {};  // of packed sequences; empty: every row is one
   bool v_first = false;
-  bool initial = true;
-  double slow = 0.05;  // gates are uniform in (-slow, 0), of every third head in (-2, 0)
+  bool initial = true;    // initial and final states, or their gradients, are given
+  bool backward = false;  // make the inputs of the backward stages too
+  double slow = 0.05;     // gates are uniform in (-slow, 0), of every third head in (-2, 0)
   Form form = {};
 
   std::int64_t HV() const { return HK * G; }
@@ -58,18 +62,28 @@ struct ChunkCall {
   ChunkCase c;
   SeqLens seq;
   TensorView q, k, v, g, beta, gc, A0, A, w, u, h, v_new, initial;
+  TensorView d_o, dfinal, dv, dh, dv2, dw, dA;  // of the backward stages; du is dv2
 };
 using Input = TensorView ChunkCall::*;
 
 inline constexpr Input kGateInputs[] = {&ChunkCall::g, &ChunkCall::beta, &ChunkCall::gc};
-inline constexpr Input kTokenInputs[] = {&ChunkCall::q, &ChunkCall::k, &ChunkCall::v, &ChunkCall::A0,
-                                         &ChunkCall::A, &ChunkCall::w, &ChunkCall::u, &ChunkCall::v_new};
+inline constexpr Input kTokenInputs[] = {
+    &ChunkCall::q,     &ChunkCall::k,   &ChunkCall::v,  &ChunkCall::A0,  &ChunkCall::A,  &ChunkCall::w, &ChunkCall::u,
+    &ChunkCall::v_new, &ChunkCall::d_o, &ChunkCall::dv, &ChunkCall::dv2, &ChunkCall::dw, &ChunkCall::dA};
+inline constexpr Input kChunkInputs[] = {&ChunkCall::h, &ChunkCall::dh};
+inline constexpr Input kStateInputs[] = {&ChunkCall::initial, &ChunkCall::dfinal};
+inline bool is_one_of(std::span<const Input> inputs, Input input) {
+  return std::find(inputs.begin(), inputs.end(), input) != inputs.end();
+}
 
 // Memory of a call.
 struct ChunkTensors {
   ChunkCase c;
   Tensor q, k, v, g, beta, gc, A0, A, w, u, h, v_new, initial;
-  ChunkCall call() const { return {c, c.seq(), q, k, v, g, beta, gc, A0, A, w, u, h, v_new, initial}; }
+  Tensor d_o, dfinal, dv, dh, dv2, dw, dA;
+  ChunkCall call() const {
+    return {c, c.seq(), q, k, v, g, beta, gc, A0, A, w, u, h, v_new, initial, d_o, dfinal, dv, dh, dv2, dw, dA};
+  }
 };
 
 // The same values in every layout: value(row, token, head, d) is asked in one fixed order.
@@ -92,11 +106,65 @@ Tensor token_tensor(const ChunkCase& c, Kind kind, DType dtype, std::int64_t hea
 }
 
 inline ChunkTensors in_wide(const ChunkTensors& t) {
-  ChunkTensors wider{t.c,        wide(t.q), wide(t.k), wide(t.v), wide(t.g), wide(t.beta),  wide(t.gc),
-                     wide(t.A0), wide(t.A), wide(t.w), wide(t.u), wide(t.h), wide(t.v_new), wide(t.initial)};
+  ChunkTensors wider{t.c,         wide(t.q),      wide(t.k),  wide(t.v),  wide(t.g),   wide(t.beta),  wide(t.gc),
+                     wide(t.A0),  wide(t.A),      wide(t.w),  wide(t.u),  wide(t.h),   wide(t.v_new), wide(t.initial),
+                     wide(t.d_o), wide(t.dfinal), wide(t.dv), wide(t.dh), wide(t.dv2), wide(t.dw),    wide(t.dA)};
   wider.c.dtype = wider.c.inter = wider.c.beta_type = DType::kF64;
   wider.c.form = {};
   return wider;
+}
+
+// States in the order [N,HV,K,V] of values, also when they lie V first.
+inline Tensor state_tensor(Random& random, const ChunkCase& c) {
+  Tensor t(c.sum_type(), c.sizes(Kind::kStates, 0, 0), c.form);
+  for (std::int64_t i = 0; i < c.seq().count() * c.HV(); ++i) {
+    for (std::int64_t r = 0; r < c.K; ++r) {
+      for (std::int64_t col = 0; col < c.V; ++col) {
+        t.set(i * c.K * c.V + (c.v_first ? col * c.K + r : r * c.V + col), random.normal() * 0.3);
+      }
+    }
+  }
+  return t;
+}
+
+inline Tensor blank(const ChunkCase& c, Kind kind, std::int64_t heads, std::int64_t width = 0) {
+  return Tensor(DType::kF64, c.sizes(kind, heads, width)).fill(0.0);
+}
+inline Tensor typed_as(const ChunkCase& c, const Tensor& from, DType dtype) {
+  Tensor to = like(from, dtype, c.form);
+  return to.fill([&](std::int64_t i) { return from.get(i); });
+}
+
+inline constexpr double kScale = 0.3;  // of q in the backward stages
+
+// Gradients that come in from outside, and what the fp64 path of the backward stages makes of them. x is t in fp64.
+template <class F>
+void make_gradients(Random& random, F plain, ChunkTensors& t, ChunkTensors& x) {
+  const ChunkCase& c = t.c;
+  t.d_o = token_tensor(c, Kind::kTokens, c.dtype, c.HV(), c.V, plain);
+  t.dfinal = state_tensor(random, c);
+  x.d_o = wide(t.d_o);
+  x.dfinal = wide(t.dfinal);
+  const SeqLens seq = c.seq();
+  x.dv = blank(c, Kind::kTokens, c.HV(), c.V);
+  chunk_bwd_dv_local(x.q, x.k, x.d_o, x.gc, x.dv, seq, {kScale, c.C, c.layout});
+  x.dh = blank(c, Kind::kChunks, c.HV());
+  x.dv2 = blank(c, Kind::kTokens, c.HV(), c.V);
+  const Tensor dh0(DType::kF64, t.dfinal.sizes());
+  chunk_gated_delta_rule_bwd_dhu(x.q, x.k, x.w, x.d_o, x.dv, x.gc, c.initial ? x.dfinal.view() : TensorView{}, x.dh,
+                                 dh0, x.dv2, seq, {kScale, c.C, c.v_first, c.layout});
+  x.dw = blank(c, Kind::kTokens, c.HV(), c.K);
+  const Tensor dq = blank(c, Kind::kTokens, c.HK, c.K);
+  const Tensor dk = blank(c, Kind::kTokens, c.HK, c.K);
+  const Tensor dg = blank(c, Kind::kGate, c.HV());
+  chunk_bwd_dqkwg(x.q, x.k, x.v_new, x.gc, x.h, x.d_o, x.dh, x.dv2, dq, dk, x.dw, dg, seq, {kScale, c.C, c.layout});
+  x.dA = blank(c, Kind::kTokens, c.HV(), c.C);
+  prepare_wy_repr_bwd_da(x.k, x.v, x.beta, x.A, x.dw, x.dv2, x.gc, x.dA, seq, c.layout);
+  t.dv = typed_as(c, x.dv, c.inter);
+  t.dh = typed_as(c, x.dh, c.inter);
+  t.dv2 = typed_as(c, x.dv2, c.inter);
+  t.dw = typed_as(c, x.dw, c.inter);
+  t.dA = typed_as(c, x.dA, c.inter);
 }
 
 // Keys of unit length that share a component, as trained ones do; later stages get what the fp64 path makes of the
@@ -131,47 +199,34 @@ inline ChunkTensors make_chunk(Random& random, const ChunkCase& c) {
   });
   t.beta = token_tensor(c, Kind::kGate, c.beta_type, c.HV(), 1,
                         [&](std::int64_t, std::int64_t) { return std::vector<double>{random.uniform()}; });
-  // States in the order [N,HV,K,V] of values, also when they lie V first.
-  const std::int64_t N = c.seq().count();
-  t.initial = Tensor(c.sum_type(), c.sizes(Kind::kStates, 0, 0), c.form);
-  for (std::int64_t i = 0; i < N * c.HV(); ++i) {
-    for (std::int64_t r = 0; r < c.K; ++r) {
-      for (std::int64_t col = 0; col < c.V; ++col) {
-        t.initial.set(i * c.K * c.V + (c.v_first ? col * c.K + r : r * c.V + col), random.normal() * 0.3);
-      }
-    }
-  }
+  t.initial = state_tensor(random, c);
   ChunkTensors x = in_wide(t);
-  const auto blank = [&](Kind kind, std::int64_t width) {
-    return Tensor(DType::kF64, c.sizes(kind, c.HV(), width)).fill(0.0);
-  };
-  const auto typed_as = [&](const Tensor& from, DType dtype) {
-    Tensor to = like(from, dtype, c.form);
-    return to.fill([&](std::int64_t i) { return from.get(i); });
-  };
   const SeqLens seq = c.seq();
-  x.gc = blank(Kind::kGate, 0);
+  x.gc = blank(c, Kind::kGate, c.HV());
   chunk_local_cumsum(x.g, x.gc, c.C, seq, {.layout = c.layout});
-  x.A0 = blank(Kind::kTokens, c.C);
+  x.A0 = blank(c, Kind::kTokens, c.HV(), c.C);
   chunk_scaled_dot_kkt(x.k, x.gc, x.beta, x.A0, seq, {c.C, c.layout});
-  x.A = blank(Kind::kTokens, c.C);
+  x.A = blank(c, Kind::kTokens, c.HV(), c.C);
   solve_tril(x.A0, x.A, seq, c.layout);
-  x.w = blank(Kind::kTokens, c.K);
-  x.u = blank(Kind::kTokens, c.V);
+  x.w = blank(c, Kind::kTokens, c.HV(), c.K);
+  x.u = blank(c, Kind::kTokens, c.HV(), c.V);
   recompute_w_u(x.k, x.v, x.beta, x.A, x.gc, x.w, x.u, seq, c.layout);
-  x.h = blank(Kind::kChunks, 0);
-  x.v_new = blank(Kind::kTokens, c.V);
+  x.h = blank(c, Kind::kChunks, c.HV());
+  x.v_new = blank(c, Kind::kTokens, c.HV(), c.V);
   chunk_gated_delta_rule_fwd_h(x.k, x.w, x.u, x.gc, c.initial ? x.initial.view() : TensorView{}, x.h, x.v_new, {}, seq,
                                {c.C, c.v_first, c.layout});
-  t.gc = typed_as(x.gc, c.sum_type());
-  t.A0 = typed_as(x.A0, c.inter);
-  t.A = typed_as(x.A, c.inter);
-  t.w = typed_as(x.w, c.inter);
-  t.u = typed_as(x.u, c.inter);
-  t.h = typed_as(x.h, c.inter);
-  t.v_new = typed_as(x.v_new, c.inter);
+  t.gc = typed_as(c, x.gc, c.sum_type());
+  t.A0 = typed_as(c, x.A0, c.inter);
+  t.A = typed_as(c, x.A, c.inter);
+  t.w = typed_as(c, x.w, c.inter);
+  t.u = typed_as(c, x.u, c.inter);
+  t.h = typed_as(c, x.h, c.inter);
+  t.v_new = typed_as(c, x.v_new, c.inter);
+  if (c.backward) {
+    make_gradients(random, plain, t, x);
+  }
   if (!c.initial) {
-    t.initial = {};
+    t.initial = t.dfinal = {};
   }
   return t;
 }
@@ -202,8 +257,12 @@ inline ChunkCall sequence_of(const ChunkCall& call, std::int64_t n) {
   for (const Input in : kTokenInputs) {
     one.*in = tokens_of(call.c, call.*in, s.begin, s.end);
   }
-  one.h = tokens_of(call.c, call.h, first, last);
-  one.initial = call.initial.defined() ? part(call.initial, 0, n, n + 1) : call.initial;
+  for (const Input in : kChunkInputs) {
+    one.*in = tokens_of(call.c, call.*in, first, last);
+  }
+  for (const Input in : kStateInputs) {
+    one.*in = (call.*in).defined() ? part(call.*in, 0, n, n + 1) : call.*in;
+  }
   return one;
 }
 

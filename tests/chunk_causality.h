@@ -5,63 +5,121 @@
 
 namespace tidegate::test {
 
-// NaN in one element of one input at a token: other sequences, earlier tokens and other groups of heads keep their
-// bits.
-inline void expect_causal(const Stage& stage) {
-  const ChunkCase c{.T = 140, .HK = 2, .G = 2, .K = 19, .V = 22, .C = 64, .lengths = {20, 100, 20}};
-  constexpr std::int64_t kSequence = 1;
+// The case of the tests below: NaN goes into sequence 1, at a token of its first chunk, of its second one, and at the
+// last token, or the last but one: not everything of the last token has a gradient.
+inline const ChunkCase kNaNCase{.T = 140, .HK = 2, .G = 2, .K = 19, .V = 22, .C = 64, .lengths = {20, 100, 20}};
+inline constexpr std::int64_t kNaNSequence = 1, kNaNBegin = 20;
+
+// NaN in one element of an input, at a token of the first head (of two key heads or four value heads). Returns the
+// number of value heads that read it.
+inline std::int64_t poison(const ChunkCall& call, Input input, std::int64_t position) {
+  TensorView in = call.*input;
+  const std::int64_t place = is_one_of(kStateInputs, input)   ? kNaNSequence
+                             : is_one_of(kChunkInputs, input) ? chunks_of(call, kNaNSequence).first + position / 64
+                                                              : kNaNBegin + position;
+  const std::int64_t heads = in.sizes[1];
+  in = part(part(in, 0, place, place + 1), 1, 0, 1);
+  if (input == &ChunkCall::dA) {  // the last column of its chunk
+    write_element(in, position < 64 ? 63 : 99 - 64, std::nan(""));
+    return 1;
+  }
+  write_element(in, offset_at(in, in.numel() - 1 - (in.numel() > 5 ? 5 : 0)), std::nan(""));
+  if (input == &ChunkCall::A0 || input == &ChunkCall::A) {  // a column that every row reads
+    write_element(in, input == &ChunkCall::A ? position % 64 : 0, std::nan(""));
+  }
+  return heads == call.c.HK ? call.c.G : 1;
+}
+
+inline bool has_nan(const std::vector<Tensor>& tensors) {
+  for (const Tensor& t : tensors) {
+    for (const double x : values(t)) {
+      if (std::isnan(x)) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+// Other sequences and other groups of heads keep their bits.
+inline void expect_others_kept(const Stage& stage, const ChunkCall& call, std::int64_t touched,
+                               const std::vector<Tensor>& got, const std::vector<Tensor>& clean) {
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const Output output = stage.outputs(call.c)[i];
+    const TensorView& a = got[i];
+    const TensorView& b = clean[i];
+    const std::int64_t first = output.keys ? 1 : touched;
+    EXPECT_TRUE(same_bits(part(a, 1, first, a.sizes[1]), part(b, 1, first, a.sizes[1]))) << "another head";
+    for (const std::int64_t n : {0, 2}) {
+      EXPECT_TRUE(same_bits(sequence_part(call, output.kind, a, n), sequence_part(call, output.kind, b, n)))
+          << "sequence " << n;
+    }
+  }
+}
+
+// body(call, input, position, clean results, results with a NaN)
+template <class Body>
+void for_each_nan(const Stage& stage, Body body) {
   for_each_isa([&] {
     for (const Input input : stage.inputs) {
-      for (const std::int64_t position : {5, 66, 99}) {  // in the sequence: first chunk, second chunk, last token
+      for (const std::int64_t position : {5, 66, stage.backward ? 98 : 99}) {
         Random random;
-        ChunkTensors t = make_chunk(random, c);
+        const ChunkTensors t = make_chunk(random, case_of(stage, kNaNCase));
         const ChunkCall call = t.call();
         const std::vector<Tensor> clean = results(stage, call);
-        TensorView in = call.*input;
-        const bool states = input == &ChunkCall::initial;
-        const bool chunks = input == &ChunkCall::h;
-        const std::int64_t token = 20 + position;
-        const std::int64_t place = states   ? kSequence
-                                   : chunks ? chunks_of(call, kSequence).first + position / 64
-                                            : token;
-        const std::int64_t heads = in.sizes[1];
-        const std::int64_t head = 0;  // of two key heads or four value heads
-        in = part(part(in, 0, place, place + 1), 1, head, head + 1);
-        write_element(in, offset_at(in, in.numel() - 1 - (in.numel() > 5 ? 5 : 0)), std::nan(""));
-        if (input == &ChunkCall::A0 || input == &ChunkCall::A) {
-          write_element(in, 0, std::nan(""));  // a column that every row reads
-        }
-        const std::int64_t touched = heads == c.HK ? c.G : 1;  // value heads [0, touched) may change
+        const std::int64_t touched = poison(call, input, position);
         const std::vector<Tensor> got = results(stage, call);
-        // Everything from this token on may change; a state changes its whole sequence, h of a chunk that chunk.
-        const std::int64_t from = states ? 20 : chunks ? 20 + position / 64 * 64 : token;
-        for (std::size_t i = 0; i < got.size(); ++i) {
-          const Kind kind = stage.outputs(c)[i].kind;
-          const TensorView& a = got[i];
-          const TensorView& b = clean[i];
-          EXPECT_TRUE(same_bits(part(a, 1, touched, c.HV()), part(b, 1, touched, c.HV()))) << "another head";
-          for (const std::int64_t n : {0, 2}) {
-            EXPECT_TRUE(same_bits(sequence_part(call, kind, a, n), sequence_part(call, kind, b, n)))
-                << "sequence " << n;
-          }
-          if (kind == Kind::kGate || kind == Kind::kTokens) {
-            EXPECT_TRUE(same_bits(part(a, 0, 20, from), part(b, 0, 20, from))) << "before token " << position;
-          } else if (kind == Kind::kChunks && !states) {
-            const std::int64_t first = chunks_of(call, kSequence).first;
-            const std::int64_t same = first + position / 64 + 1;  // h is the state before the chunk
-            EXPECT_TRUE(same_bits(part(a, 0, first, same), part(b, 0, first, same))) << "h before " << position;
-          }
-        }
-        bool seen = false;
-        for (const Tensor& out : got) {
-          for (const double x : values(out)) {
-            seen = seen || std::isnan(x);
-          }
-        }
-        EXPECT_TRUE(seen) << "the NaN is lost";
+        expect_others_kept(stage, call, touched, got, clean);
+        EXPECT_TRUE(has_nan(got)) << "the NaN is lost";
+        body(call, input, position, clean, got);
       }
     }
   });
+}
+
+// Earlier tokens keep their bits too.
+inline void expect_causal(const Stage& stage) {
+  for_each_nan(stage, [&](const ChunkCall& call, Input input, std::int64_t position, const auto& clean,
+                          const auto& got) {
+    const bool states = is_one_of(kStateInputs, input);
+    // Everything from this token on may change; a state changes its whole sequence, h of a chunk that chunk.
+    const std::int64_t from = kNaNBegin + (states ? 0 : is_one_of(kChunkInputs, input) ? position / 64 * 64 : position);
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      const Kind kind = stage.outputs(call.c)[i].kind;
+      const TensorView& a = got[i];
+      const TensorView& b = clean[i];
+      if (kind == Kind::kGate || kind == Kind::kTokens) {
+        EXPECT_TRUE(same_bits(part(a, 0, kNaNBegin, from), part(b, 0, kNaNBegin, from))) << "before " << position;
+      } else if (kind == Kind::kChunks && !states) {
+        const std::int64_t first = chunks_of(call, kNaNSequence).first;
+        const std::int64_t same = first + position / 64 + 1;  // h is the state before the chunk
+        EXPECT_TRUE(same_bits(part(a, 0, first, same), part(b, 0, first, same))) << "h before " << position;
+      }
+    }
+  });
+}
+
+// Gradients flow back in time: later chunks keep their bits.
+inline void expect_anticausal(const Stage& stage) {
+  for_each_nan(stage,
+               [&](const ChunkCall& call, Input input, std::int64_t position, const auto& clean, const auto& got) {
+                 if (is_one_of(kStateInputs, input)) {
+                   return;
+                 }
+                 const std::int64_t from = kNaNBegin + (position < 64 ? 64 : 100);
+                 for (std::size_t i = 0; i < got.size(); ++i) {
+                   const Kind kind = stage.outputs(call.c)[i].kind;
+                   const TensorView& a = got[i];
+                   const TensorView& b = clean[i];
+                   if (kind == Kind::kGate || kind == Kind::kTokens) {
+                     EXPECT_TRUE(same_bits(part(a, 0, from, 120), part(b, 0, from, 120))) << "after " << position;
+                   } else if (kind == Kind::kChunks) {
+                     const auto [first, last] = chunks_of(call, kNaNSequence);
+                     const std::int64_t same = first + position / 64;  // dh is the gradient at the end of the chunk
+                     EXPECT_TRUE(same_bits(part(a, 0, same, last), part(b, 0, same, last))) << "dh after " << position;
+                   }
+                 }
+               });
 }
 
 // Tokens that belong to no sequence: not read (they hold NaN), not written (they keep their bytes).
@@ -69,14 +127,14 @@ inline void expect_padding_untouched(const Stage& stage) {
   for_each_isa([&] {
     ChunkCase c{.B = 2, .T = 50, .HK = 1, .G = 2, .K = 18, .V = 20, .C = 32, .layout = Layout::kBSND};
     Random random;
-    ChunkTensors t = make_chunk(random, c);
+    ChunkTensors t = make_chunk(random, case_of(stage, c));
     ChunkCall call = t.call();
     std::vector<std::int64_t> mask(100, 0);
     std::fill(mask.begin() + 10, mask.begin() + 50, 1);  // row 0: tokens 10 .. 49
     std::fill(mask.begin() + 50, mask.begin() + 83, 1);  // row 1: tokens 0 .. 32
     call.seq = SeqLens::from_mask(mask, 2, 50);
     const auto fill_padding = [&](const TensorView& tensor) {
-      for (std::int64_t i = 0; i < tensor.numel(); ++i) {
+      for (std::int64_t i = 0; tensor.defined() && i < tensor.numel(); ++i) {
         if (mask[static_cast<std::size_t>(i / (tensor.numel() / 100))] == 0) {
           write_element(tensor, offset_at(tensor, i), std::nan(""));
         }

@@ -13,6 +13,7 @@ struct Output {
   Kind kind;
   DType type;
   std::int64_t width = 0;
+  bool keys = false;  // as many heads as q and k, otherwise as v
 };
 using Views = std::vector<TensorView>;
 
@@ -23,12 +24,19 @@ struct Stage {
   void (*run)(const ChunkCall&, const Views& out);
   void (*plain)(const ChunkProblem&, const ChunkCall&, const Views& out);  // the reference in fp32
   double bound = 1e-6;
+  bool backward = false;
 };
+
+// The inputs of the backward stages are made only for them.
+inline ChunkCase case_of(const Stage& stage, ChunkCase c) {
+  c.backward = stage.backward;
+  return c;
+}
 
 inline std::vector<Tensor> blank_outputs(const Stage& stage, const ChunkCase& c) {
   std::vector<Tensor> out;
   for (const Output& o : stage.outputs(c)) {
-    out.emplace_back(o.type, c.sizes(o.kind, c.HV(), o.width), c.form);
+    out.emplace_back(o.type, c.sizes(o.kind, o.keys ? c.HK : c.HV(), o.width), c.form);
   }
   return out;
 }
@@ -72,7 +80,7 @@ inline void expect_accuracy(const Stage& stage) {
       c.dtype = dtype;
       c.inter = inter;
       c.beta_type = c.T % 2 == 0 ? dtype : DType::kF32;
-      const ChunkTensors t = make_chunk(random, c);
+      const ChunkTensors t = make_chunk(random, case_of(stage, c));
       const ChunkTensors x = in_wide(t);
       const std::vector<Tensor> truth = results(stage, x.call());
       const std::vector<Tensor> plain = blank_outputs(stage, c);
@@ -116,7 +124,7 @@ inline void expect_layouts_and_memory(const Stage& stage) {
       ChunkCase c{
           .T = 45, .HK = 2, .G = 2, .K = 21, .V = 37, .C = 32, .dtype = dtype, .inter = dtype, .lengths = {40, 5}};
       Random random(3);
-      const ChunkTensors first = make_chunk(random, c);
+      const ChunkTensors first = make_chunk(random, case_of(stage, c));
       const std::vector<Tensor> want = results(stage, first.call());
       for (const Layout layout : {Layout::kTND, Layout::kBSND, Layout::kNTD, Layout::kBNSD}) {
         for (const Form& form : {Form{}, low(), padded(), low(reversed())}) {
@@ -124,7 +132,7 @@ inline void expect_layouts_and_memory(const Stage& stage) {
           c.form = form;
           SCOPED_TRACE(c.text());
           Random again(3);
-          const ChunkTensors t = make_chunk(again, c);
+          const ChunkTensors t = make_chunk(again, case_of(stage, c));
           const std::vector<Tensor> got = results(stage, t.call());
           for (std::size_t i = 0; i < got.size(); ++i) {
             const Kind kind = stage.outputs(c)[i].kind;
@@ -158,7 +166,7 @@ inline void expect_packed_as_separate(const Stage& stage) {
                           .layout = layout,
                           .lengths = {65, 0, 1, 7, 129, 0, 16}};
         Random random;
-        const ChunkTensors t = make_chunk(random, c);
+        const ChunkTensors t = make_chunk(random, case_of(stage, c));
         const ChunkCall call = t.call();
         const std::vector<Tensor> packed = results(stage, call);
         for (std::int64_t n = 0; n < call.seq.count(); ++n) {
@@ -177,9 +185,9 @@ inline void expect_packed_as_separate(const Stage& stage) {
 inline void expect_same_bits_for_threads(const Stage& stage) {
   for_each_isa([&] {
     Random random;
-    const ChunkTensors t = make_chunk(
-        random,
-        {.T = 330, .HK = 3, .G = 2, .K = 24, .V = 80, .C = 32, .dtype = DType::kBF16, .lengths = {130, 3, 197}});
+    const ChunkCase c{
+        .T = 330, .HK = 3, .G = 2, .K = 24, .V = 80, .C = 32, .dtype = DType::kBF16, .lengths = {130, 3, 197}};
+    const ChunkTensors t = make_chunk(random, case_of(stage, c));
     const std::vector<Tensor> once = results(stage, t.call());
     const auto again = [&] {
       const std::vector<Tensor> got = results(stage, t.call());
@@ -193,6 +201,34 @@ inline void expect_same_bits_for_threads(const Stage& stage) {
     again();
     EXPECT_TRUE(flush.still_set());
   });
+}
+
+// Results with key heads are the fp32 sums of what the value heads give one by one, in their order. kNTD, one key head.
+inline void expect_sum_over_heads(const Stage& stage, const ChunkCall& call) {
+  const std::vector<Tensor> whole = results(stage, call);
+  std::vector<Tensor> sums;
+  for (std::int64_t head = 0; head < call.c.HV(); ++head) {
+    ChunkCall one = call;
+    one.c.G = 1;
+    for (const Input in : stage.inputs) {
+      if ((call.*in).sizes[0] == call.c.HV()) {
+        one.*in = part(call.*in, 0, head, head + 1);
+      }
+    }
+    std::vector<Tensor> alone = results(stage, one);
+    for (std::size_t i = 0; i < alone.size(); ++i) {
+      if (!stage.outputs(call.c)[i].keys) {
+        EXPECT_TRUE(same_bits(alone[i], part(whole[i], 0, head, head + 1)));
+      } else if (head > 0) {
+        alone[i].fill(
+            [&](std::int64_t n) { return static_cast<float>(sums[i].get(n)) + static_cast<float>(alone[i].get(n)); });
+      }
+    }
+    sums = std::move(alone);
+  }
+  for (std::size_t i = 0; i < sums.size(); ++i) {
+    EXPECT_TRUE(!stage.outputs(call.c)[i].keys || same_bits(sums[i], whole[i]));
+  }
 }
 
 inline void expect_stage(const Stage& stage) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "tidegate/chunk.h"
+#include "tidegate/chunk_backward.h"
 #include "tidegate/conv.h"
 #include "tidegate/cpu.h"
 #include "tidegate/delta_rule.h"
