@@ -4,6 +4,7 @@ SAMPLES[name] makes a list of (args, kwargs). The calls of an .out form are deri
 added here: the tests compare with the registry.
 """
 
+import samples_backward
 import torch
 
 NO_TENSORS = {"about", "chunk_size", "set_isa"}  # facts and a switch, nothing to compute
@@ -237,8 +238,7 @@ def _data(*shape, dtype=torch.float32):
     return _floats(*shape, dtype=dtype, grad=False)
 
 
-# The packed calls: sequences of 18, 0 and 3 tokens in three chunks of 16, two key heads, four value heads, K 8, V 6.
-PACKED = {"cu_seqlens": torch.tensor([0, 18, 18, 21]), "layout": "NTD"}
+PACKED = samples_backward.PACKED
 
 
 def _cumsum():
@@ -317,4 +317,5 @@ SAMPLES = {
     "recompute_w_u": _w_u,
     "chunk_gated_delta_rule_fwd_h": _fwd_h,
     "chunk_fwd_o": _fwd_o,
+    **samples_backward.SAMPLES,
 }

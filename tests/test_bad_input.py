@@ -4,6 +4,7 @@ test_every_argument_has_a_row."""
 
 import functools
 
+import bad_input_chunk_backward
 import bad_input_delta_rule
 import bad_input_rows
 import pytest
@@ -14,7 +15,7 @@ from samples import SAMPLES, arguments, operators, overload, samples, written
 import tidegate
 from tidegate._contracts import CONTRACTS
 
-ROWS = bad_input_rows.ROWS + bad_input_delta_rule.ROWS
+ROWS = bad_input_rows.ROWS + bad_input_delta_rule.ROWS + bad_input_chunk_backward.ROWS
 
 
 def form(name):

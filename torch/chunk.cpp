@@ -1,30 +1,34 @@
 // The stages of the chunked delta rule as torch operators. Contracts: include/tidegate/chunk.h and docs/operators.md.
-#include "adapter.h"
+#include "chunk.h"
 
 namespace tidegate::adapter {
-namespace {
-
-using Dims = std::vector<std::int64_t>;
-
-Dims sizes_of(const TensorView& t) { return {t.sizes, t.sizes + t.rank}; }
-ScalarType wide(const TensorView& t) { return t.dtype == DType::kF64 ? ScalarType::Double : ScalarType::Float; }
-
-// The sizes of a gate tensor with one more dimension. The operator refuses a wrong width; here it must only not matter.
-Dims with_width(const TensorView& gate, std::int64_t width) {
-  Dims sizes = sizes_of(gate);
-  sizes.push_back(width >= 0 && width <= (std::int64_t{1} << 20) ? width : 0);
-  return sizes;
-}
-
-int token_dimension(Layout layout) { return (has_batch(layout) ? 1 : 0) + (is_head_major(layout) ? 1 : 0); }
-
-// Boundaries need the rows and tokens of some tensor of the call; the operator itself checks the rest.
 SeqLens boundaries_of(std::string_view op, std::string_view name, const TensorView& t, Layout layout, bool gate,
                       const Optional& cu_seqlens) {
   const int rank = (has_batch(layout) ? 4 : 3) - (gate ? 1 : 0);
   check(t.rank == rank, op, ": ", name, ": expected ", rank, " dimensions, got ", t.rank, " in ", Shape{t});
   return boundaries(op, cu_seqlens, has_batch(layout) ? t.size(0) : 1, t.size(token_dimension(layout)));
 }
+
+Dims chunk_state_sizes(std::string_view op, const SeqLens& seq, std::int64_t chunk_size, const TensorView& gc,
+                       Layout layout, std::int64_t K, std::int64_t V, std::optional<std::int64_t> num_chunks) {
+  // Before it is known to be good, a chunk size must not decide about memory.
+  check(chunk_size == 16 || chunk_size == 32 || chunk_size == 64 || chunk_size == 128, op,
+        ": chunk_size: expected a chunk size of 16, 32, 64 or 128, got ", chunk_size);
+  const std::int64_t chunks = chunks_per_row(seq, chunk_size);
+  check(num_chunks.value_or(chunks) == chunks, op, ": num_chunks: expected ", chunks, " (chunks of ", chunk_size,
+        " tokens), got ", num_chunks.value_or(0));
+  Dims sizes = sizes_of(gc);
+  sizes[static_cast<std::size_t>(token_dimension(layout))] = chunks;
+  sizes.insert(sizes.end(), {K, V});
+  return sizes;
+}
+
+Dims state_sizes(const SeqLens& seq, const TensorView& gc, Layout layout, std::int64_t K, std::int64_t V,
+                 bool v_first) {
+  return {seq.count(), gc.size(is_head_major(layout) ? -2 : -1), v_first ? V : K, v_first ? K : V};
+}
+
+namespace {
 
 void run_cumsum(Tensor& g, std::int64_t chunk_size, const Optional& cu_seqlens, bool reverse, double scale,
                 std::optional<double> floor, const std::string& layout_name, const Tensor& out) {
@@ -89,7 +93,7 @@ std::tuple<Tensor, Tensor> wu(Tensor k, Tensor v, Tensor beta, Tensor A, Tensor 
   constexpr std::string_view op = "recompute_w_u";
   const TensorView kv = view(op, "k", k);
   const ScalarType type = inter_dtype.value_or(wide(kv));
-  Tensor w = empty(with_width(view(op, "beta", beta), kv.rank > 0 ? kv.size(-1) : 0), type);
+  Tensor w = empty(with_width(view(op, "beta", beta), last_size(kv)), type);
   Tensor u = empty(sizes_of(view(op, "v", v)), type);
   wu_out(k, v, beta, A, gc, cu_seqlens, layout, w, u);
   return {w, u};
@@ -119,24 +123,14 @@ std::tuple<Tensor, Tensor, Tensor> fwd_h(Tensor k, Tensor w, Tensor u, Tensor gc
   check(gate.rank == kv.rank - 1, op, ": gc: expected ", kv.rank - 1, " dimensions, got ", gate.rank, " in ",
         Shape{gate});
   check(uv.rank == kv.rank, op, ": u: expected ", kv.rank, " dimensions, got ", uv.rank, " in ", Shape{uv});
-  // Before it is known to be good, a chunk size must not decide about memory.
-  check(chunk_size == 16 || chunk_size == 32 || chunk_size == 64 || chunk_size == 128, op,
-        ": chunk_size: expected a chunk size of 16, 32, 64 or 128, got ", chunk_size);
-  const std::int64_t chunks = chunks_per_row(seq, chunk_size);
-  check(num_chunks.value_or(chunks) == chunks, op, ": num_chunks: expected ", chunks, " (chunks of ", chunk_size,
-        " tokens), got ", num_chunks.value_or(0));
-  Dims sizes = sizes_of(gate);
-  sizes[static_cast<std::size_t>(token_dimension(layout))] = chunks;
-  const std::int64_t heads = gate.size(is_head_major(layout) ? -2 : -1);
-  sizes.insert(sizes.end(), {kv.size(-1), uv.size(-1)});
+  const std::int64_t K = kv.size(-1);
+  const std::int64_t V = uv.size(-1);
   const ScalarType type = inter_dtype.value_or(wide(kv));
-  Tensor h = empty(sizes, type);
+  Tensor h = empty(chunk_state_sizes(op, seq, chunk_size, gate, layout, K, V, num_chunks), type);
   Tensor v_new = empty(sizes_of(uv), type);
   Tensor final_state = nothing(wide(kv));
   if (output_final_state) {
-    final_state = empty(
-        {seq.count(), heads, state_v_first ? uv.size(-1) : kv.size(-1), state_v_first ? kv.size(-1) : uv.size(-1)},
-        wide(kv));
+    final_state = empty(state_sizes(seq, gate, layout, K, V, state_v_first), wide(kv));
   }
   fwd_h_out(k, w, u, gc, initial_state, cu_seqlens, chunk_size, state_v_first, layout_name, h, v_new,
             output_final_state ? Optional(final_state) : Optional());

@@ -6,6 +6,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.library import register_autograd
 
+import tidegate._fake_chunk  # noqa: F401  (adds to names)
 from tidegate._fake import names, wide
 
 ops = torch.ops.tidegate
@@ -240,5 +241,10 @@ for _name in (
     "recompute_w_u",
     "chunk_gated_delta_rule_fwd_h",
     "chunk_fwd_o",
+    "chunk_bwd_dv_local",
+    "chunk_gated_delta_rule_bwd_dhu",
+    "chunk_bwd_dqkwg",
+    "prepare_wy_repr_bwd_da",
+    "prepare_wy_repr_bwd_full",
 ):
     _refuse_gradient(_name, "a gradient of a single stage is not supported")
