@@ -47,6 +47,11 @@ _RULE = (
     "dt_bias HV float"
 )
 _GATING = "a @H float; b @H same; A_log H float; dt_bias H float"
+_WY = (
+    "k @HK,K float; v @HV,V same; beta @HV inter; A @HV,C inter; gc @HV wide; dw @HV,K inter; "
+    f"du @HV,V inter; {_PACKED}"
+)
+_WY_GRADIENTS = "dk @HK,K inter; dv @HV,V inter; dbeta @HV wide; dg @HV wide"
 _ROPE = "{0} @H,D float; cos ?B,T,R table; sin ?B,T,R table; {1} @H,D same"
 
 CONTRACTS = {
@@ -87,6 +92,14 @@ CONTRACTS = {
     "initial_state N,HV,K^V match; h #HV,K,V inter; v_new @HV,V inter; final_state N,HV,K^V wide",
     "chunk_fwd_o": f"q @HK,K float; k @HK,K same; gc @HV wide; v_new @HV,V inter; {_PACKED}; h #HV,K,V inter; "
     "o @HV,V same",
+    "chunk_bwd_dv_local": f"q @HK,K float; k @HK,K same; gc @HV wide; do @HV,V same; {_PACKED}; dv @HV,V inter",
+    "chunk_gated_delta_rule_bwd_dhu": f"q @HK,K float; k @HK,K same; gc @HV wide; w @HV,K inter; do @HV,V same; "
+    f"dv @HV,V inter; {_PACKED}; dfinal_state N,HV,K^V match; dh #HV,K,V inter; dh0 N,HV,K^V wide; dv2 @HV,V inter",
+    "chunk_bwd_dqkwg": f"q @HK,K float; k @HK,K same; gc @HV wide; v_new @HV,V inter; do @HV,V same; dv2 @HV,V inter; "
+    f"{_PACKED}; h #HV,K,V inter; dh #HV,K,V inter; dq @HK,K inter; dk @HK,K inter; dw @HV,K inter; dg @HV wide",
+    "prepare_wy_repr_bwd_da": f"{_WY}; dA @HV,C inter",
+    "prepare_wy_repr_bwd_full": f"{_WY}; dA @HV,C inter; {_WY_GRADIENTS}",
+    "prepare_wy_repr_bwd": f"{_WY}; {_WY_GRADIENTS}",
 }
 CONTRACTS = {op: [item.split() for item in text.split(";")] for op, text in CONTRACTS.items()}
 
