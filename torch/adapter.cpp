@@ -138,4 +138,14 @@ SeqLens boundaries(std::string_view op, const Optional& cu_seqlens, std::int64_t
   return SeqLens::from_cu(integers(op, "cu_seqlens", *cu_seqlens), tokens, false, op);
 }
 
+void check_apart(std::string_view op, std::initializer_list<NamedTensor> outputs,
+                 std::initializer_list<NamedTensor> indices) {
+  for (const auto& [out, written] : outputs) {
+    for (const auto& [index, read] : indices) {
+      check(!may_overlap(view(op, out, written), view(op, index, read)), op, ": ", out,
+            ": expected memory of its own, got an overlap with ", index);
+    }
+  }
+}
+
 }  // namespace tidegate::adapter

@@ -5,10 +5,12 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "tidegate/tidegate.h"
@@ -41,5 +43,10 @@ std::vector<std::int64_t> integers(std::string_view op, std::string_view name, c
 
 // Boundaries of a call: cu_seqlens if given (one row only), else every row of x is one sequence.
 SeqLens boundaries(std::string_view op, const Optional& cu_seqlens, std::int64_t rows, std::int64_t tokens);
+
+// Index tensors are read into lists before the operator sees them, so it is here that outputs are kept out of them.
+using NamedTensor = std::pair<std::string_view, Optional>;
+void check_apart(std::string_view op, std::initializer_list<NamedTensor> outputs,
+                 std::initializer_list<NamedTensor> indices);
 
 }  // namespace tidegate::adapter

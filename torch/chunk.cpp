@@ -35,6 +35,7 @@ void run_cumsum(Tensor& g, std::int64_t chunk_size, const Optional& cu_seqlens, 
   constexpr std::string_view op = "chunk_local_cumsum";
   const Layout layout = parse_layout(op, layout_name);
   const TensorView gv = view(op, "g", g);
+  check_apart(op, {{"out", out}}, {{"cu_seqlens", cu_seqlens}});
   chunk_local_cumsum(gv, view(op, "out", out), chunk_size, boundaries_of(op, "g", gv, layout, true, cu_seqlens),
                      {reverse, scale, floor, layout});
 }
@@ -55,6 +56,7 @@ void kkt_out(Tensor k, Optional gc, Tensor beta, Optional cu_seqlens, std::int64
   constexpr std::string_view op = "chunk_scaled_dot_kkt";
   const Layout layout = parse_layout(op, layout_name);
   const TensorView kv = dense(op, "k", k);
+  check_apart(op, {{"A0", A0}}, {{"cu_seqlens", cu_seqlens}});
   chunk_scaled_dot_kkt(kv, view(op, "gc", gc), view(op, "beta", beta), view(op, "A0", A0),
                        boundaries_of(op, "k", kv, layout, false, cu_seqlens), {chunk_size, layout});
 }
@@ -71,6 +73,7 @@ void solve_out(Tensor A0, Optional cu_seqlens, std::string layout_name, Tensor A
   constexpr std::string_view op = "solve_tril";
   const Layout layout = parse_layout(op, layout_name);
   const TensorView A0v = dense(op, "A0", A0);
+  check_apart(op, {{"A", A}}, {{"cu_seqlens", cu_seqlens}});
   solve_tril(A0v, view(op, "A", A), boundaries_of(op, "A0", A0v, layout, false, cu_seqlens), layout);
 }
 Tensor solve(Tensor A0, Optional cu_seqlens, std::optional<ScalarType> inter_dtype, std::string layout) {
@@ -85,6 +88,7 @@ void wu_out(Tensor k, Tensor v, Tensor beta, Tensor A, Tensor gc, Optional cu_se
   constexpr std::string_view op = "recompute_w_u";
   const Layout layout = parse_layout(op, layout_name);
   const TensorView kv = dense(op, "k", k);
+  check_apart(op, {{"w", w}, {"u", u}}, {{"cu_seqlens", cu_seqlens}});
   recompute_w_u(kv, dense(op, "v", v), view(op, "beta", beta), dense(op, "A", A), view(op, "gc", gc), view(op, "w", w),
                 view(op, "u", u), boundaries_of(op, "k", kv, layout, false, cu_seqlens), layout);
 }
@@ -105,6 +109,7 @@ void fwd_h_out(Tensor k, Tensor w, Tensor u, Tensor gc, Optional initial_state, 
   constexpr std::string_view op = "chunk_gated_delta_rule_fwd_h";
   const Layout layout = parse_layout(op, layout_name);
   const TensorView kv = dense(op, "k", k);
+  check_apart(op, {{"h", h}, {"v_new", v_new}, {"final_state", final_state}}, {{"cu_seqlens", cu_seqlens}});
   chunk_gated_delta_rule_fwd_h(
       kv, dense(op, "w", w), dense(op, "u", u), view(op, "gc", gc), dense(op, "initial_state", initial_state),
       view(op, "h", h), view(op, "v_new", v_new), view(op, "final_state", final_state),
@@ -142,6 +147,7 @@ void fwd_o_out(Tensor q, Tensor k, Tensor v_new, Tensor h, Tensor gc, Optional c
   constexpr std::string_view op = "chunk_fwd_o";
   const Layout layout = parse_layout(op, layout_name);
   const TensorView qv = dense(op, "q", q);
+  check_apart(op, {{"o", o}}, {{"cu_seqlens", cu_seqlens}});
   chunk_fwd_o(qv, dense(op, "k", k), dense(op, "v_new", v_new), dense(op, "h", h), view(op, "gc", gc), view(op, "o", o),
               boundaries_of(op, "q", qv, layout, false, cu_seqlens), {scale, chunk_size, layout});
 }

@@ -79,6 +79,7 @@ void fwd_out(Tensor x, Tensor weight, Optional bias, Optional initial_state, Opt
              Optional final_state) {
   constexpr std::string_view op = "causal_conv1d_fwd";
   const ConvCall c = conv_call(op, x, weight, bias, initial_state, cu_seqlens, activation, head_num, layout);
+  check_apart(op, {{"y", y}, {"final_state", final_state}}, {{"cu_seqlens", cu_seqlens}});
   causal_conv1d_fwd(c.x, c.weight, c.bias, c.initial_state, view(op, "y", y), view(op, "final_state", final_state),
                     c.seq, c.options);
 }
@@ -111,6 +112,8 @@ void bwd_out(Tensor dy, Tensor x, Tensor weight, Optional bias, Optional initial
              Optional dx, Optional dweight, Optional dbias, Optional dinitial_state) {
   constexpr std::string_view op = "causal_conv1d_bwd";
   const ConvCall c = conv_call(op, x, weight, bias, initial_state, cu_seqlens, activation, head_num, layout);
+  check_apart(op, {{"dx", dx}, {"dweight", dweight}, {"dbias", dbias}, {"dinitial_state", dinitial_state}},
+              {{"cu_seqlens", cu_seqlens}});
   causal_conv1d_bwd(dense(op, "dy", dy), c.x, c.weight, c.bias, c.initial_state, view(op, "dfinal_state", dfinal_state),
                     view(op, "dx", dx), view(op, "dweight", dweight), view(op, "dbias", dbias),
                     view(op, "dinitial_state", dinitial_state), c.seq, c.options);
@@ -148,6 +151,12 @@ void run_update(Tensor& x, const Tensor& conv_state, const Tensor& weight, const
   o.cache_seqlens = written;
   o.pad_slot_id = pad_slot_id;
   o.state_anchor_head = state_anchor == "head";
+  check_apart(op, {{"conv_state", conv_state}, {"y", given != nullptr ? Optional(*given) : Optional()}},
+              {{"cu_seqlens", cu_seqlens},
+               {"cache_indices", cache_indices},
+               {"has_initial_state", has_initial_state},
+               {"num_accepted_tokens", num_accepted_tokens},
+               {"cache_seqlens", cache_seqlens}});
   if (made != nullptr) {
     *made = empty_output(op, c.x, c.sizes, c.layout, head_num);
   }

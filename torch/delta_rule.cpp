@@ -82,6 +82,8 @@ void fwd_out(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Optional initi
   c.options.time_segments = time_segments;
   const auto points = snapshot_points(op, snapshot_at);
   c.options.snapshot_at = points;
+  check_apart(op, {{"o", o}, {"final_state", final_state}, {"snapshots", snapshots}},
+              {{"cu_seqlens", cu_seqlens}, {"snapshot_at", snapshot_at}});
   chunk_gated_delta_rule_fwd(dense(op, "q", q), c.k, c.v, c.g, c.beta, view(op, "initial_state", initial_state),
                              view(op, "o", o), view(op, "final_state", final_state), view(op, "snapshots", snapshots),
                              c.seq, c.options);
@@ -103,6 +105,8 @@ void run_pool(Tensor& q, Tensor& k, Tensor& v, const Tensor& g, const Tensor& be
   c.options.state_indices = slots;
   c.options.null_slot = null_slot;
   c.options.has_initial_state = has_initial;
+  check_apart(op, {{"state", state}, {"o", given != nullptr ? Optional(*given) : Optional()}},
+              {{"cu_seqlens", cu_seqlens}, {"state_indices", state_indices}, {"has_initial_state", has_initial_state}});
   const TensorView qv = dense(op, "q", q);
   if (made != nullptr) {
     *made = empty_output(c);
@@ -147,6 +151,7 @@ void segment_map_out(Tensor k, Tensor v, Tensor g, Tensor beta, Optional cu_seql
   constexpr std::string_view op = "gdn_segment_map";
   const RuleCall c = rule_call(op, k, v, g, beta, cu_seqlens, A_log, dt_bias,
                                {use_qk_l2norm, beta_sigmoid, beta_scale, precision, layout});
+  check_apart(op, {{"phi", phi}, {"s", s}}, {{"cu_seqlens", cu_seqlens}});
   gdn_segment_map(c.k, c.v, c.g, c.beta, view(op, "phi", phi), view(op, "s", s), c.seq, c.options);
 }
 

@@ -45,4 +45,8 @@ struct TensorView {
 // A dense view: the last dimension is contiguous, each stride the product of the sizes after it.
 TensorView contiguous(const void* data, DType dtype, std::initializer_list<std::int64_t> sizes);
 
+// False only where the two provably share no byte: disjoint address ranges, or rows of the same pitch whose columns do
+// not meet (slices of one buffer).
+bool may_overlap(const TensorView& a, const TensorView& b);
+
 }  // namespace tidegate

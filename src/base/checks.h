@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <span>
 #include <string_view>
 
 #include "tidegate/error.h"
@@ -30,9 +31,10 @@ void check_inner_stride(std::string_view op, Named t);
 // An output must not write one element twice (a stride of zero, or one shorter than what lies inside it), nor overlap
 // an input or another output.
 void check_outputs(std::string_view op, std::initializer_list<Named> outputs, std::initializer_list<Named> inputs);
-
-// False only where the two provably share no byte: disjoint address ranges, or rows of the same pitch whose columns do
-// not meet (slices of one buffer).
-bool may_overlap(const TensorView& a, const TensorView& b);
+// A list in the options, to stand among the inputs: it is the caller's memory as well.
+template <class T>
+TensorView list_view(std::span<const T> list) {
+  return contiguous(list.data(), DType::kI8, {static_cast<std::int64_t>(list.size_bytes())});
+}
 
 }  // namespace tidegate

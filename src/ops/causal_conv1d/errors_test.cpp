@@ -160,7 +160,7 @@ TEST(CausalConv1dErrors, Update) {
   const auto bad = [&](auto change, const std::string& text) {
     Upd call = good;
     change(call);
-    expect_error(call, "causal_conv1d_update: " + text);
+    expect_error([&] { call(); }, "causal_conv1d_update: " + text);  // not a copy, which has other lists
   };
   bad([](Upd& c) { c.options.layout = Layout::kNTD; }, "layout: expected TND or BSND, got a head-major one");
   bad([](Upd& c) { c.options.layout = Layout::kBSND; }, "x: expected 3 dimensions, got 2 in [6, 8]");
@@ -208,6 +208,16 @@ TEST(CausalConv1dErrors, Update) {
       "state_anchor: expected tail together with num_accepted_tokens or cache_seqlens, got head");
   bad([](Upd& c) { c.y = c.x; }, "y: expected memory of its own, got an overlap with x");
   bad([](Upd& c) { c.pool.data = c.x.data; }, "conv_state: expected memory of its own, got an overlap with x");
+  const std::string overlap = "y: expected memory of its own, got an overlap with ";
+  bad([](Upd& c) { c.y.data = c.slots.data(); }, overlap + "cache_indices");
+  bad([](Upd& c) { c.has_state = {1, 1}, c.y.data = c.has_state.data(); }, overlap + "has_initial_state");
+  const std::int64_t halves[] = {0, 3, 6};
+  bad(
+      [&](Upd& c) {
+        c.seq = SeqLens::from_cu(halves, 6, false, ""), c.accepted = {1, 1}, c.y.data = c.accepted.data();
+      },
+      overlap + "num_accepted_tokens");
+  bad([](Upd& c) { c.written = {1, 1}, c.y.data = c.written.data(); }, overlap + "cache_seqlens");
   bad([](Upd& c) { c.pool.strides[0] = 0; },
       "conv_state: expected an output without repeated elements, got stride 0 in dimension 0");
   good();

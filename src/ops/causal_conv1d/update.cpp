@@ -101,7 +101,14 @@ void causal_conv1d_update(const TensorView& x, const TensorView& conv_state, con
   check_output_side(op, "y", y, x, p, options.layout, options.head_num);
   const StateMode mode = mode_of(options);
   const std::vector<UpdateRow> rows = check_rows(options, seq, mode, conv_state.size(0), conv_state.size(2), p.taps);
-  check_outputs(op, {{"y", y}, {"conv_state", conv_state}}, {{"x", x}, {"weight", weight}, {"bias", bias}});
+  check_outputs(op, {{"y", y}, {"conv_state", conv_state}},
+                {{"x", x},
+                 {"weight", weight},
+                 {"bias", bias},
+                 {"cache_indices", list_view(options.cache_indices)},
+                 {"has_initial_state", list_view(options.has_initial_state)},
+                 {"num_accepted_tokens", list_view(options.num_accepted_tokens)},
+                 {"cache_seqlens", list_view(options.cache_seqlens)}});
 
   UpdateArgs args{};
   args.x = grid_of(x, options.layout, 0, p.channels);

@@ -155,6 +155,8 @@ TEST_F(ChunkGatedDeltaRuleErrors, Forward) {
   bad([](Call& c) { c.o.data = c.k.data; }, "o: " + kOverlap + "k");
   bad([](Call& c) { c.o.data = c.v.data; }, "o: " + kOverlap + "v");
   bad([](Call& c) { c.o.data = c.initial.data; }, "o: " + kOverlap + "initial_state");
+  bad([](Call& c) { c.o.data = const_cast<SnapshotPoint*>(c.options.snapshot_at.data()); },
+      "o: " + kOverlap + "snapshot_at");
   bad([](Call& c) { c.last.data = c.g.data; }, "final_state: " + kOverlap + "g");
   bad([](Call& c) { c.last.data = c.beta.data; }, "final_state: " + kOverlap + "beta");
   bad([](Call& c) { c.last.data = c.o.data; }, "final_state: " + kOverlap + "o");
@@ -240,6 +242,10 @@ TEST_F(ChunkGatedDeltaRuleErrors, Pool) {
   bad([&](Call& c) { c.options.snapshot_at = points; }, "snapshot_at: expected none, got 1 entries");
   bad([](Call& c) { c.last.data = c.v.data; }, "state: " + kOverlap + "v");
   bad([](Call& c) { c.o.data = c.last.data; }, "state: " + kOverlap + "o");
+  bad([](Call& c) { c.o.data = const_cast<std::int64_t*>(c.options.state_indices.data()); },
+      "o: " + kOverlap + "state_indices");
+  std::uint8_t has[] = {1, 1, 1};
+  bad([&](Call& c) { c.options.has_initial_state = has, c.o.data = has; }, "o: " + kOverlap + "has_initial_state");
   bad([](Call& c) { c.last.strides[0] = 0; },
       "state: expected an output without repeated elements, got stride 0 in dimension 0");
   run_pool(good);

@@ -162,7 +162,10 @@ Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, co
                  {"beta", t.beta},
                  {names.initial, in_place ? none : t.initial_state},
                  {"A_log", options.A_log},
-                 {"dt_bias", options.dt_bias}});
+                 {"dt_bias", options.dt_bias},
+                 {"snapshot_at", list_view(options.snapshot_at)},
+                 {"state_indices", list_view(options.state_indices)},
+                 {"has_initial_state", list_view(options.has_initial_state)}});
   return p;
 }
 
