@@ -60,6 +60,12 @@ TIDEGATE_INLINE F32 log1p_unit(F32 e) {
 
 TIDEGATE_INLINE F32 softplus(F32 x) { return max(zero(), x) + log1p_unit(exp(zero() - abs(x))); }
 
+// rate * value of a gate. An infinite rate times 0 is 0: a gate that is closed stays closed. NaN stays NaN.
+TIDEGATE_INLINE F32 times_rate(F32 rate, F32 value) {
+  const F32 infinite = select(equal(value, zero()), zero(), rate * value);
+  return select(equal(rate, set1(__builtin_inff())), infinite, rate * value);
+}
+
 // Where element i of 2 * kLanes neighbours stands in an F32x2 that was loaded from memory of type T.
 template <class T>
 static constexpr int pair_slot(int i, const T*) {

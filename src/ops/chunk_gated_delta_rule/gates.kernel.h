@@ -48,9 +48,7 @@ inline void make_gates(const Args& a, int64_t row, int64_t begin, int64_t L, int
     const F32 rate = set1(a.rate[head]);
     const F32 bias = set1(a.dt_bias[head]);
     for_lanes(L, [&](int64_t i, auto lanes) {
-      const F32 x = softplus(lanes.get(g + i) + bias);
-      // An infinite rate times a closed gate is 0.
-      lanes.put(g + i, zero() - select(equal(x, zero()), zero(), rate * x));
+      lanes.put(g + i, zero() - times_rate(rate, softplus(lanes.get(g + i) + bias)));
     });
   }
   if (a.beta_sigmoid) {

@@ -75,7 +75,7 @@ Gate<Acc> read_gate(const Tensors& t, const Heads& g, const ChunkGatedDeltaRuleO
       x.raw += static_cast<Acc>(read_element(options.dt_bias, head * options.dt_bias.strides[0]));
     }
     x.open = softplus(x.raw);
-    x.log_decay = x.open == 0 ? Acc(0) : -x.rate * x.open;
+    x.log_decay = x.open == 0 && std::isinf(x.rate) ? Acc(0) : -x.rate * x.open;
   }
   return x;
 }

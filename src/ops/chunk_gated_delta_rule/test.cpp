@@ -212,6 +212,23 @@ TEST(ChunkGatedDeltaRule, NaNStaysCausal) {
   });
 }
 
+// A closed gate does not hide that its rate is NaN. fp64 runs the reference.
+TEST(ChunkGatedDeltaRule, NaNRateFillsItsHead) {
+  for_each_isa([] {
+    Random random;
+    Rule r = make_rule(random, {.lengths = {40}, .HK = 2, .G = 2, .K = 8, .V = 8});
+    Tensor A_log = uniform(random, DType::kF32, {4}, -4.0, 1.0);
+    A_log.set(1, std::nan(""));
+    r.options.A_log = A_log;
+    r.g.fill(-1000.0);
+    for (const RuleResult& got : {forward(r), forward(wide(r))}) {
+      for (std::int64_t i = 0; i < got.o.view().numel(); ++i) {
+        ASSERT_EQ(std::isnan(got.o.get(i)), i / 8 % 4 == 1) << i;
+      }
+    }
+  });
+}
+
 // Dot products of bf16 where the CPU has them: within 4e-3, and off by no more than the same steps in bf16. Elsewhere
 // the option changes nothing.
 TEST(ChunkGatedDeltaRule, Bf16Precision) {

@@ -20,9 +20,6 @@ TIDEGATE_INLINE Gate gate(F32 x) {
   return {max(zero(), x) + log1p_unit(e), select(less(x, zero()), e, set1(1.0f)) / (set1(1.0f) + e)};
 }
 
-// rate * value, where an infinite rate times 0 is 0: a gate that is closed stays closed.
-TIDEGATE_INLINE F32 times_rate(F32 rate, F32 value) { return select(equal(value, zero()), zero(), rate * value); }
-
 // The head parameters at element c of row r: a vector of neighbouring heads, or one head for the whole row.
 struct Head {
   const float* rate;
@@ -85,8 +82,9 @@ TIDEGATE_INLINE Terms bwd_vector(const Args& a, const Head& head, const T* pa, c
   const Gate s = gate(lanes.get(pa + c) + head.get(head.dt_bias, c, lanes));
   const F32 infinity = set1(__builtin_inff());
   // Where exp(A_log) overflows, g is 0 or a reset: neither moves with a or A_log.
-  const F32 slope = select(less(rate, infinity), rate * s.slope, zero());
-  const F32 decay = select(less(rate * s.value, infinity), rate * s.value, zero());
+  const F32 slope = select(equal(rate, infinity), zero(), rate * s.slope);
+  const F32 finite = select(equal(rate * s.value, infinity), zero(), rate * s.value);
+  const F32 decay = select(equal(rate, infinity), zero(), finite);
   const F32 da = zero() - dg * slope;
   if (pda != nullptr) {
     lanes.put(pda + c, da);

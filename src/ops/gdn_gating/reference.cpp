@@ -18,7 +18,7 @@ Acc softplus(Acc x) {
 }
 template <class Acc>
 Acc times_rate(Acc rate, Acc value) {
-  return value == 0 ? Acc(0) : rate * value;
+  return value == 0 && std::isinf(rate) ? Acc(0) : rate * value;
 }
 
 // Calls f(row, t, h) for every token and head.
@@ -75,7 +75,7 @@ void reference_bwd(const Problem& p, const TensorView& dg, const TensorView& dbe
       const Acc in = static_cast<Acc>(read_element(dbeta, at(p, dbeta, row, t, h)));
       write_element(db, at(p, db, row, t, h), in * static_cast<Acc>(beta_scale) * s * (1 - s));
     }
-    sums[h] += std::isfinite(decay) ? -grad * decay : Acc(0);
+    sums[h] += std::isinf(rate) || std::isinf(decay) ? Acc(0) : -grad * decay;
     sums[p.heads + h] += dx;
   });
 }

@@ -217,7 +217,31 @@ TEST(GdnGating, NaNStaysInItsTokenAndHead) {
       EXPECT_TRUE(i == 101 ? std::isnan(grad.db.get(i)) : grad.db.get(i) == clean_grad.db.get(i));
     }
     for (std::int64_t h = 0; h < 9; ++h) {
-      EXPECT_TRUE(h == 1 || grad.ddt_bias.get(h) == clean_grad.ddt_bias.get(h));
+      EXPECT_TRUE(h == 1 ? std::isnan(grad.ddt_bias.get(h)) : grad.ddt_bias.get(h) == clean_grad.ddt_bias.get(h));
+      EXPECT_TRUE(h == 1 ? std::isnan(grad.dA_log.get(h)) : grad.dA_log.get(h) == clean_grad.dA_log.get(h));
+    }
+  });
+}
+
+// A closed gate (softplus = 0) does not hide a parameter that is NaN. fp64 runs the reference.
+TEST(GdnGating, NaNOfAHeadFillsTheHead) {
+  for_each_isa([] {
+    for (const bool fp64 : {false, true}) {
+      Random random;
+      Gating v = make_gating(random, {.T = 30, .H = 9, .layout = Layout::kTND});
+      v.a.fill([](std::int64_t i) { return i % 2 == 0 ? -1000.0 : 1.0; });
+      v.A_log.set(4, std::nan(""));
+      v = fp64 ? wide(v) : v;
+      const GatingForward out = forward(v);
+      const GatingBackward grad = backward(v);
+      for (std::int64_t i = 0; i < out.g.view().numel(); ++i) {
+        ASSERT_EQ(std::isnan(out.g.get(i)), i % 9 == 4) << i;
+        ASSERT_EQ(std::isnan(grad.da.get(i)), i % 9 == 4) << i;
+      }
+      for (std::int64_t h = 0; h < 9; ++h) {
+        EXPECT_EQ(std::isnan(grad.dA_log.get(h)), h == 4);
+        EXPECT_EQ(std::isnan(grad.ddt_bias.get(h)), h == 4);
+      }
     }
   });
 }
