@@ -92,10 +92,15 @@ def test_wrong_dtype_and_device(name):
     for argument in tensor_arguments(name):
         given = call_with(name, argument)
         right = given[argument]
-        for wrong in (torch.int8 if right.is_floating_point() else torch.float32, torch.complex64):
+        others, text = [torch.int8], f"{argument}: expected dtype"
+        if not right.is_floating_point():
+            flags = argument == "has_initial_state"
+            others = [torch.float32, torch.uint8, torch.int8, torch.int16] + [torch.bool] * (not flags)
+            text += " bool, int32 or int64, got dtype" if flags else " int32 or int64, got dtype"
+        for wrong in (*others, torch.complex64):
             given[argument] = right.to(wrong)
-            assert_refused(name, given, TypeError, "expected dtype")
-            assert_refused(name, as_meta(given), TypeError, f"{argument}: expected dtype")
+            assert_refused(name, given, TypeError, "expected dtype" if right.is_floating_point() else text)
+            assert_refused(name, as_meta(given), TypeError, text)
         if sum(isinstance(v, torch.Tensor) for v in given.values()) > 1:
             given[argument] = right.to("meta")
             assert_refused(name, given, ValueError, "expected device")

@@ -74,10 +74,11 @@ def test_fla_conv_packed_and_residual():
     x, w, _ = problem(B=1)
     residual, cu = torch.randn(1, 9, 12), torch.tensor([0, 2, 2, 9], dtype=torch.int32)
     parts = [conv(x[0, s:e].T, w, activation="silu").T for s, e in ((0, 2), (2, 9))]
-    for given in ({"cu_seqlens": cu}, {"cu_seqlens_cpu": cu.long()}, {"cu_seqlens": cu, "cu_seqlens_cpu": cu.long()}):
+    for given in ({"cu_seqlens": cu}, {"cu_seqlens": cu, "cu_seqlens_cpu": cu.long()}):
         for backend in ("triton", "cuda", "mix"):
             y, _ = fla.causal_conv1d(x, w, None, residual, activation="silu", backend=backend, **given)
             assert_close("y", y[0], torch.cat(parts) + residual[0], 1e-6)
+    assert_bits("y", fla.causal_conv1d(x, w, cu_seqlens_cpu=cu)[0], fla.causal_conv1d(x, w)[0])
     for size in (16, 32, 64, 128):
         long, ends = torch.randn(1, 130, 12), torch.tensor([0, 65, 130])
         chunks = [[n, c] for n in range(2) for c in range(-(-65 // size))]
@@ -98,6 +99,9 @@ FLA_CONV_ERRORS = {
         ValueError,
         {"cu_seqlens": torch.tensor([0, 9]), "chunk_indices": torch.ones(1, 2), "rows": 1},
     ),
+    "list of boundaries": (TypeError, {"cu_seqlens": [0, 9], "rows": 1}),
+    "list as second boundaries": (TypeError, {"cu_seqlens_cpu": [0, 9], "rows": 1}),
+    "text as chunk list": (TypeError, {"cu_seqlens": torch.tensor([0, 9]), "chunk_indices": "0", "rows": 1}),
     "activation": (ValueError, {"activation": "gelu"}),
     "backend": (ValueError, {"backend": "cpu"}),
     "unknown argument": (TypeError, {"head_first": True}),

@@ -32,7 +32,8 @@ def test_results(isa, dtype):
     alone = rule(*inputs, None, h0, cu_seqlens=CU)
     assert alone[1] is None
     assert_bits("o", alone[0], got[0])
-    assert_bits("o", rule(*inputs, 20**-0.5, h0, cu_seqlens_cpu=CU.long(), precision="fp32")[0], got[0])
+    assert_bits("o", rule(*inputs, 20**-0.5, h0, cu_seqlens=CU.long(), precision="fp32")[0], got[0])
+    assert_bits("o", rule(*inputs, cu_seqlens_cpu=CU)[0], rule(*inputs)[0])  # as in FLA
     assert_bits("o", rule(*inputs, initial_state=h0, cu_seqlens=CU, cu_seqlens_cpu=CU.long())[0], got[0])
     assert_close("o", rule(*inputs, scale=1, initial_state=h0, cu_seqlens=CU)[0], o * 20**0.5, 1e-6)
 
@@ -102,6 +103,23 @@ def test_chunk_hints():
             rule(*inputs, cu_seqlens=CU, chunk_indices=chunks.flip(0), chunk_size=size)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_hints_compile(dynamic):
+    inputs, h0, _ = problem()
+    torch._dynamo.reset()
+    compiled = torch.compile(rule, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    chunks = torch.tensor([[0, 0], [2, 0], [2, 1], [2, 2]])
+    want = rule(*inputs, cu_seqlens=CU)[0]
+    for hint in ({"chunk_indices": chunks, "chunk_size": 32}, {"cu_seqlens_cpu": CU.long()}):
+        assert_bits("o", compiled(*inputs, cu_seqlens=CU, **hint)[0], want)
+    with pytest.raises(RuntimeError, match="chunk_indices: expected the chunk list of cu_seqlens, got another one"):
+        compiled(*inputs, cu_seqlens=CU, chunk_indices=chunks.flip(0), chunk_size=32)
+    with pytest.raises(RuntimeError, match="cu_seqlens_cpu: expected the values of cu_seqlens, got others"):
+        compiled(*inputs, cu_seqlens=CU, cu_seqlens_cpu=CU + torch.tensor([0, 1, 1, 0]))
+    old = {"initial_state": h0.mT.contiguous(), "cu_seqlens": CU, "transpose_state_layout": True}
+    assert_bits("o", compiled(*inputs, **old)[0], rule(*inputs, initial_state=h0, cu_seqlens=CU)[0])
+
+
 class Context:
     def __init__(self, cu_seqlens):
         self.cu_seqlens = cu_seqlens
@@ -116,6 +134,15 @@ ERRORS = {
     "boundaries decreasing": (ValueError, {"cu_seqlens": torch.tensor([0, 60, 50, 70])}),
     "boundaries short": (ValueError, {"cu_seqlens": torch.tensor([0, 69])}),
     "two boundaries": (ValueError, {"cu_seqlens_cpu": torch.tensor([0, 70])}),
+    "other boundaries": (ValueError, {"cu_seqlens_cpu": torch.tensor([0, 6, 6, 70])}),
+    "list of boundaries": (TypeError, {"cu_seqlens": [0, 70]}),
+    "list as second boundaries": (TypeError, {"cu_seqlens_cpu": [0, 70]}),
+    "text as chunk list": (TypeError, {"chunk_indices": "0"}),
+    "short rows of a chunk list": (ValueError, {"chunk_indices": torch.tensor([[0], [2], [2]])}),
+    "chunk list without boundaries": (ValueError, {"chunk_indices": torch.tensor([[0, 0]]), "cu_seqlens": None}),
+    "chunk list with an unknown sequence": (ValueError, {"chunk_indices": torch.tensor([[0, 0], [2, 0], [3, 0]])}),
+    "chunk list with one too many": (ValueError, {"chunk_indices": torch.tensor([[0, 0], [2, 0], [2, 1], [2, 2]])}),
+    "text as context": (TypeError, {"cp_context": "context"}),
     "chunk size": (ValueError, {"chunk_size": 128}),
     "chunk list": (ValueError, {"chunk_indices": torch.tensor([[0, 0]])}),
     "chunk list of another size": (ValueError, {"chunk_indices": torch.tensor([[0, 0], [2, 0]]), "chunk_size": 64}),

@@ -13,51 +13,62 @@ const bool installed = [] {
   return true;
 }();
 
+constexpr std::pair<ScalarType, DType> kTypes[] = {
+    {ScalarType::Float, DType::kF32},  {ScalarType::BFloat16, DType::kBF16}, {ScalarType::Half, DType::kF16},
+    {ScalarType::Double, DType::kF64}, {ScalarType::Int, DType::kI32},       {ScalarType::Long, DType::kI64},
+    {ScalarType::Char, DType::kI8},    {ScalarType::Bool, DType::kBool}};
+
+// Also of types that no operator takes, as people write them.
+std::string type_name(ScalarType type) {
+  for (const auto& [known, dtype] : kTypes) {
+    if (known == type) {
+      return std::string(dtype_name(dtype));
+    }
+  }
+  return type == ScalarType::Byte            ? "uint8"
+         : type == ScalarType::Short         ? "int16"
+         : type == ScalarType::ComplexFloat  ? "complex64"
+         : type == ScalarType::ComplexDouble ? "complex128"
+                                             : torch::headeronly::toString(type);
+}
+
+std::vector<std::int64_t> read_list(const TensorView& v) {
+  std::vector<std::int64_t> list(static_cast<std::size_t>(v.sizes[0]));
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    const std::int64_t offset = static_cast<std::int64_t>(i) * v.strides[0];
+    list[i] = v.dtype == DType::kI64   ? v.as<const std::int64_t>()[offset]
+              : v.dtype == DType::kI32 ? v.as<const std::int32_t>()[offset]
+                                       : v.as<const std::int8_t>()[offset];
+  }
+  return list;
+}
+
+TensorView list_view(std::string_view op, std::string_view name, const Tensor& t) {
+  const TensorView v = view(op, name, t);
+  check(v.rank == 1, op, ": ", name, ": expected 1 dimension, got ", v.rank, " in ", Shape{v});
+  return v;
+}
+
+bool is_index(const Tensor& t) { return t.scalar_type() == ScalarType::Int || t.scalar_type() == ScalarType::Long; }
+bool is_flag(const Tensor& t) { return is_index(t) || t.scalar_type() == ScalarType::Bool; }
+
 }  // namespace
 
 DType dtype_of(std::string_view op, std::string_view name, ScalarType type) {
-  switch (type) {
-    case ScalarType::Float:
-      return DType::kF32;
-    case ScalarType::BFloat16:
-      return DType::kBF16;
-    case ScalarType::Half:
-      return DType::kF16;
-    case ScalarType::Double:
-      return DType::kF64;
-    case ScalarType::Int:
-      return DType::kI32;
-    case ScalarType::Long:
-      return DType::kI64;
-    case ScalarType::Char:
-      return DType::kI8;
-    case ScalarType::Bool:
-      return DType::kBool;
-    default:
-      check(false, op, ": ", name, ": expected dtype float32, bfloat16, float16 or float64, got dtype number ",
-            static_cast<int>(type));
-      return DType::kF32;
+  for (const auto& [known, dtype] : kTypes) {
+    if (known == type) {
+      return dtype;
+    }
   }
+  check(false, op, ": ", name, ": expected dtype float32, bfloat16, float16 or float64, got dtype ", type_name(type));
+  return DType::kF32;
 }
 
 ScalarType scalar_type(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return ScalarType::Float;
-    case DType::kBF16:
-      return ScalarType::BFloat16;
-    case DType::kF16:
-      return ScalarType::Half;
-    case DType::kF64:
-      return ScalarType::Double;
-    case DType::kI32:
-      return ScalarType::Int;
-    case DType::kI64:
-      return ScalarType::Long;
-    case DType::kI8:
-      return ScalarType::Char;
-    case DType::kBool:
-      return ScalarType::Bool;
+  for (const auto& [type, known] : kTypes) {
+    if (known == dtype) {
+      return type;
+    }
   }
   return ScalarType::Float;
 }
@@ -107,27 +118,30 @@ Tensor empty_like(const TensorView& t) {
   return empty(std::vector<std::int64_t>(t.sizes, t.sizes + t.rank), scalar_type(t.dtype));
 }
 
+void check_index_type(std::string_view op, std::string_view name, const Tensor& t) {
+  check(t.defined(), op, ": ", name, ": expected a tensor, got none");
+  check(is_index(t), op, ": ", name, ": expected dtype int32 or int64, got dtype ", type_name(t.scalar_type()));
+}
+
 std::vector<std::int64_t> integers(std::string_view op, std::string_view name, const Tensor& t) {
-  const TensorView v = view(op, name, t);
-  check(v.rank == 1, op, ": ", name, ": expected 1 dimension, got ", v.rank, " in ", Shape{v});
-  std::vector<std::int64_t> list(static_cast<std::size_t>(v.sizes[0]));
-  for (std::size_t i = 0; i < list.size(); ++i) {
-    const std::int64_t offset = static_cast<std::int64_t>(i) * v.strides[0];
-    if (v.dtype == DType::kI64) {
-      list[i] = v.as<const std::int64_t>()[offset];
-    } else if (v.dtype == DType::kI32) {
-      list[i] = v.as<const std::int32_t>()[offset];
-    } else if (v.dtype == DType::kBool || v.dtype == DType::kI8) {
-      list[i] = v.as<const std::int8_t>()[offset];
-    } else {
-      check(false, op, ": ", name, ": expected dtype int32, int64 or bool, got dtype ", v.dtype);
-    }
-  }
-  return list;
+  check_index_type(op, name, t);
+  return read_list(list_view(op, name, t));
 }
 
 std::vector<std::int64_t> integers(std::string_view op, std::string_view name, const Optional& t) {
   return t.has_value() ? integers(op, name, *t) : std::vector<std::int64_t>{};
+}
+
+std::vector<std::uint8_t> booleans(std::string_view op, std::string_view name, const Optional& t) {
+  if (!t.has_value()) {
+    return {};
+  }
+  check(is_flag(*t), op, ": ", name, ": expected dtype bool, int32 or int64, got dtype ", type_name(t->scalar_type()));
+  std::vector<std::uint8_t> list;
+  for (const std::int64_t value : read_list(list_view(op, name, *t))) {
+    list.push_back(value != 0);
+  }
+  return list;
 }
 
 SeqLens boundaries(std::string_view op, const Optional& cu_seqlens, std::int64_t rows, std::int64_t tokens) {
@@ -142,6 +156,9 @@ void check_apart(std::string_view op, std::initializer_list<NamedTensor> outputs
                  std::initializer_list<NamedTensor> indices) {
   for (const auto& [out, written] : outputs) {
     for (const auto& [index, read] : indices) {
+      if (!read.has_value() || !is_flag(*read)) {
+        continue;  // absent, or refused where it is read
+      }
       check(!may_overlap(view(op, out, written), view(op, index, read)), op, ": ", out,
             ": expected memory of its own, got an overlap with ", index);
     }

@@ -37,9 +37,11 @@ Tensor zeros(std::vector<std::int64_t> sizes, ScalarType type);
 inline Tensor nothing(ScalarType type) { return empty({0}, type); }  // an output that was not asked for
 Tensor empty_like(const TensorView& t);                              // dense, same sizes and dtype
 
-// A 1-D int32/int64/bool CPU tensor as a list.
+// A 1-D int32 or int64 tensor as a list; the same of bool, int32 or int64 as 0 and 1. Absent: empty.
+void check_index_type(std::string_view op, std::string_view name, const Tensor& t);
 std::vector<std::int64_t> integers(std::string_view op, std::string_view name, const Tensor& t);
 std::vector<std::int64_t> integers(std::string_view op, std::string_view name, const Optional& t);
+std::vector<std::uint8_t> booleans(std::string_view op, std::string_view name, const Optional& t);
 
 // Boundaries of a call: cu_seqlens if given (one row only), else every row of x is one sequence.
 SeqLens boundaries(std::string_view op, const Optional& cu_seqlens, std::int64_t rows, std::int64_t tokens);

@@ -127,10 +127,9 @@ void run_update(Tensor& x, const Tensor& conv_state, const Tensor& weight, const
   constexpr std::string_view op = "causal_conv1d_update";
   const ConvCall c = conv_call(op, x, weight, bias, std::nullopt, cu_seqlens, activation, head_num, layout_name);
   const auto indices = integers(op, "cache_indices", cache_indices);
-  const auto initial = integers(op, "has_initial_state", has_initial_state);
+  const auto initial = booleans(op, "has_initial_state", has_initial_state);
   const auto accepted = integers(op, "num_accepted_tokens", num_accepted_tokens);
   const auto written = integers(op, "cache_seqlens", cache_seqlens);
-  const std::vector<std::uint8_t> has_initial(initial.begin(), initial.end());
   check(state_anchor == "tail" || state_anchor == "head", op, ": state_anchor: expected tail or head, got ",
         state_anchor);
   const auto given_but_empty = [&](std::string_view name, const Optional& t, std::size_t length) {
@@ -146,7 +145,7 @@ void run_update(Tensor& x, const Tensor& conv_state, const Tensor& weight, const
   o.head_num = head_num;
   o.layout = c.layout;
   o.cache_indices = indices;
-  o.has_initial_state = has_initial;
+  o.has_initial_state = initial;
   o.num_accepted_tokens = accepted;
   o.cache_seqlens = written;
   o.pad_slot_id = pad_slot_id;

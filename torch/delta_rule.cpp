@@ -30,6 +30,7 @@ std::vector<SnapshotPoint> snapshot_points(std::string_view op, const Optional& 
   if (!snapshot_at.has_value()) {
     return points;
   }
+  check_index_type(op, "snapshot_at", *snapshot_at);
   const TensorView at = view(op, "snapshot_at", *snapshot_at);
   check(at.rank == 2 && at.size(1) == 2, op, ": snapshot_at: expected rows (sequence, tokens) [M, 2], got ", Shape{at});
   const auto flat = integers(op, "snapshot_at", torch::stable::flatten(*snapshot_at, 0, -1));
@@ -98,13 +99,12 @@ void run_pool(Tensor& q, Tensor& k, Tensor& v, const Tensor& g, const Tensor& be
   RuleCall c = rule_call(op, k, v, g, beta, cu_seqlens, A_log, dt_bias, flags);
   add_output_options(c, scale, state_v_first, out_layout);
   const auto slots = integers(op, "state_indices", state_indices);
-  const auto initial = integers(op, "has_initial_state", has_initial_state);
-  const std::vector<std::uint8_t> has_initial(initial.begin(), initial.end());
+  const auto initial = booleans(op, "has_initial_state", has_initial_state);
   check(!has_initial_state.has_value() || !initial.empty() || c.seq.count() == 0, op, ": has_initial_state: expected ",
         c.seq.count(), " entries (one per sequence), got 0");
   c.options.state_indices = slots;
   c.options.null_slot = null_slot;
-  c.options.has_initial_state = has_initial;
+  c.options.has_initial_state = initial;
   check_apart(op, {{"state", state}, {"o", given != nullptr ? Optional(*given) : Optional()}},
               {{"cu_seqlens", cu_seqlens}, {"state_indices", state_indices}, {"has_initial_state", has_initial_state}});
   const TensorView qv = dense(op, "q", q);

@@ -43,6 +43,7 @@ std::tuple<Tensor, Tensor> tables(Tensor position_ids, Tensor inv_freq, std::vec
                                   double scaling, ScalarType dtype) {
   constexpr std::string_view op = "mrope_cos_sin";
   check(section.size() == 3, op, ": section: expected 3 entries, got ", section.size());
+  check_index_type(op, "position_ids", position_ids);
   const TensorView ids = view(op, "position_ids", position_ids);
   const TensorView freq = view(op, "inv_freq", inv_freq);
   check(ids.rank >= 2 && freq.rank == 1, op, ": position_ids: expected [B, T] or [3, B, T] and inv_freq [R/2], got ",

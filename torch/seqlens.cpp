@@ -6,6 +6,7 @@ namespace {
 
 // A [T] or [1,T] integer tensor (or row 0 of [4,1,T]) as a list.
 std::vector<std::int64_t> flat(std::string_view op, std::string_view name, Tensor t) {
+  check_index_type(op, name, t);
   TensorView v = view(op, name, t);
   if (v.rank == 3 && v.size(0) == 4) {
     t = torch::stable::select(t, 0, 0);
@@ -16,6 +17,7 @@ std::vector<std::int64_t> flat(std::string_view op, std::string_view name, Tenso
 }
 
 SeqLens from_positions(std::string_view op, const Tensor& t) {
+  check_index_type(op, "position_ids", t);
   const TensorView v = view(op, "position_ids", t);
   if (v.rank == 3 && v.size(0) == 3) {
     check(v.size(1) == 1, op, ": position_ids: expected one row [3, 1, T], got ", Shape{v});

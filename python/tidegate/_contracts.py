@@ -204,8 +204,9 @@ def check(op, given):
         data = data or tensor.dtype
         types = TYPES[kind](data, given.get("rounding") == "hf")
         if tensor.dtype not in types:
-            expected = " or ".join(str(t).removeprefix("torch.") for t in types)
-            _refuse(TypeError, op, name, f"dtype {expected}", f"dtype {str(tensor.dtype).removeprefix('torch.')}")
+            *most, last, got = (str(t).removeprefix("torch.") for t in (*types, tensor.dtype))
+            expected = f"{', '.join(most)} or {last}" if most else last
+            _refuse(TypeError, op, name, f"dtype {expected}", f"dtype {got}")
         if name == "cu_seqlens" and surely(d.get("B", 1) != 1):
             _refuse(ValueError, op, name, "none with more than one row", f"{d['B']} rows")
         _check_shape(op, name, tensor, _dimensions(op, name, text, given, d), d)

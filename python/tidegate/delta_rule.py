@@ -58,9 +58,12 @@ def chunk_gated_delta_rule(
     if "transpose_state_layout" in kwargs:
         if state_v_first:
             raise ValueError(f"{op}: transpose_state_layout: expected none with state_v_first, got both")
-        warnings.warn(
-            "`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning, stacklevel=2
-        )
+        if not torch.compiler.is_compiling():  # it cannot trace a warning
+            warnings.warn(
+                "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
         state_v_first = kwargs.pop("transpose_state_layout")
     if "head_first" in kwargs:
         raise DeprecationWarning("head_first has been removed. Inputs must be in `[B, T, H, ...]` format.")
@@ -70,6 +73,8 @@ def chunk_gated_delta_rule(
     if size not in CHUNK_SIZES:
         raise ValueError(f"{op}: chunk_size: expected 16, 32 or 64, got {size}")
     if cp_context is not None:
+        if not hasattr(cp_context, "cu_seqlens"):
+            raise TypeError(f"{op}: cp_context: expected type FLACPContext, got type {type(cp_context).__name__}")
         assert initial_state is None, "Initial state is not supported for CP"
         assert output_final_state is False, "Output final state is not supported for CP"
         assert cp_context.cu_seqlens is not None, "cu_seqlens is required for CP"

@@ -211,6 +211,7 @@ TEST(CausalConv1dErrors, Update) {
   const std::string overlap = "y: expected memory of its own, got an overlap with ";
   bad([](Upd& c) { c.y.data = c.slots.data(); }, overlap + "cache_indices");
   bad([](Upd& c) { c.has_state = {1, 1}, c.y.data = c.has_state.data(); }, overlap + "has_initial_state");
+  bad([](Upd& c) { c.pool.sizes[0] = 0; }, "cache_indices[0]: expected -1 in a pool of 0 rows, got 3");
   const std::int64_t halves[] = {0, 3, 6};
   bad(
       [&](Upd& c) {

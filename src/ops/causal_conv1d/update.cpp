@@ -54,6 +54,8 @@ std::vector<UpdateRow> check_rows(const Options& o, const SeqLens& seq, StateMod
         rows.push_back(row);
         continue;
       }
+      check(slots > 0, op, ": cache_indices[", n, "]: expected ", o.pad_slot_id, " in a pool of 0 rows, got ",
+            row.slot);
       check(row.slot >= 0 && row.slot < slots, op, ": cache_indices[", n, "]: expected ", o.pad_slot_id, " or 0 to ",
             slots - 1, ", got ", row.slot);
       if (length > 0) {

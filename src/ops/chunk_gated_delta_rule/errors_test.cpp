@@ -244,6 +244,7 @@ TEST_F(ChunkGatedDeltaRuleErrors, Pool) {
   bad([](Call& c) { c.o.data = c.last.data; }, "state: " + kOverlap + "o");
   bad([](Call& c) { c.o.data = const_cast<std::int64_t*>(c.options.state_indices.data()); },
       "o: " + kOverlap + "state_indices");
+  bad([](Call& c) { c.last.sizes[0] = 0; }, "state_indices[0]: expected -1 (null slot) in a pool of 0, got 3");
   std::uint8_t has[] = {1, 1, 1};
   bad([&](Call& c) { c.options.has_initial_state = has, c.o.data = has; }, "o: " + kOverlap + "has_initial_state");
   bad([](Call& c) { c.last.strides[0] = 0; },

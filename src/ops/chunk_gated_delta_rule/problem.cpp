@@ -44,6 +44,8 @@ std::vector<std::int64_t> check_slots(std::string_view op, const SeqLens& seq,
       out[static_cast<std::size_t>(n)] = -1;
       continue;
     }
+    check(slots > 0, op, ": state_indices[", n, "]: expected ", options.null_slot, " (null slot) in a pool of 0, got ",
+          slot);
     check(slot >= 0 && slot < slots, op, ": state_indices[", n, "]: expected 0 to ", slots - 1, " or ",
           options.null_slot, " (null slot), got ", slot);
     std::int64_t& other = user[static_cast<std::size_t>(slot)];
@@ -67,6 +69,7 @@ void check_snapshots(std::string_view op, const Tensors& t, const SeqLens& seq, 
   }
   for (std::int64_t m = 0; m < count; ++m) {
     const SnapshotPoint& at = options.snapshot_at[static_cast<std::size_t>(m)];
+    check(seq.count() > 0, op, ": snapshot_at: expected no entries without a sequence, got ", count);
     check(at.sequence >= 0 && at.sequence < seq.count(), op, ": snapshot_at[", m, "]: expected a sequence from 0 to ",
           seq.count() - 1, ", got ", at.sequence);
     check(p.slots[static_cast<std::size_t>(at.sequence)] >= 0, op, ": snapshot_at[", m,
