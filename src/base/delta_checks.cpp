@@ -91,4 +91,28 @@ void check_wide(std::string_view op, Named t, Named like) {
   }
 }
 
+void check_gate(std::string_view op, Named t, Named k, Layout layout, const DeltaSizes& s) {
+  check_tokens_heads(op, t, layout, s, s.HV, 0);
+  check_float(op, t);
+  check_wide(op, t, k);
+}
+
+void check_states(std::string_view op, Named t, Named k, const DeltaSizes& s, std::int64_t count, std::string_view what,
+                  bool v_first) {
+  if (!t.tensor.defined()) {
+    return;
+  }
+  check_float(op, t);
+  check_wide(op, t, k);
+  check_rank(op, t, 4);
+  check(t.tensor.size(0) == count, op, ": ", t.name, ": expected ", count, " states (", what, "), got ",
+        t.tensor.size(0));
+  check_shape(op, t, {count, s.HV, v_first ? s.V : s.K, v_first ? s.K : s.V});
+}
+
+void check_stored(std::string_view op, Named t) {
+  check(!t.tensor.defined() || t.tensor.dtype != DType::kF16, op, ": ", t.name,
+        ": expected dtype float32 or bfloat16, got float16 (its range is too small for a state)");
+}
+
 }  // namespace tidegate

@@ -31,4 +31,13 @@ void check_boundaries(std::string_view op, const SeqLens& seq, const DeltaSizes&
 // fp64 goes with fp64 and only with it.
 void check_wide(std::string_view op, Named t, Named like);
 
+// A gate [B,T,HV] of any float type.
+void check_gate(std::string_view op, Named t, Named k, Layout layout, const DeltaSizes& s);
+
+// States [count,HV,K,V], or [count,HV,V,K]; `what` says where the count comes from. Absent passes.
+void check_states(std::string_view op, Named t, Named k, const DeltaSizes& s, std::int64_t count, std::string_view what,
+                  bool v_first);
+// States that are written: not fp16.
+void check_stored(std::string_view op, Named t);
+
 }  // namespace tidegate

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "ops/chunk_gated_delta_rule/kernel.h"
+#include "simd/gates.h"
 #include "simd/lanes.h"
 #include "simd/tile.h"
 
@@ -29,31 +30,16 @@ struct Gates {
   bool any_reset;
 };
 
-// n values of a gate tensor of any float type, one `step` after the other.
-inline void read_gates(const void* data, int type, int64_t offset, int64_t step, int64_t n, float* out) {
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t at = offset + i * step;
-    out[i] = type == 0   ? static_cast<const float*>(data)[at]
-             : type == 1 ? widen(static_cast<const bf16*>(data)[at])
-                         : widen(static_cast<const f16*>(data)[at]);
-  }
-}
-
 inline void make_gates(const Args& a, int64_t row, int64_t begin, int64_t L, int64_t head, Gates& s) {
   float g[kChunk];
   read_gates(a.g.data, a.g_type, row * a.g.row + begin * a.g.token + head * a.g.head, a.g.token, L, g);
   read_gates(a.beta.data, a.beta_type, row * a.beta.row + begin * a.beta.token + head * a.beta.head, a.beta.token, L,
              s.beta);
   if (a.rate != nullptr) {
-    const F32 rate = set1(a.rate[head]);
-    const F32 bias = set1(a.dt_bias[head]);
-    for_lanes(L, [&](int64_t i, auto lanes) {
-      lanes.put(g + i, zero() - times_rate(rate, softplus(lanes.get(g + i) + bias)));
-    });
+    open_decays(g, L, a.rate[head], a.dt_bias[head]);
   }
   if (a.beta_sigmoid) {
-    for_lanes(
-        L, [&](int64_t i, auto lanes) { lanes.put(s.beta + i, set1(a.beta_scale) * sigmoid(lanes.get(s.beta + i))); });
+    open_betas(s.beta, L, a.beta_scale);
   }
   double sum = 0.0;
   int64_t first = 0;

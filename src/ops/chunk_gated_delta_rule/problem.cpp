@@ -13,12 +13,6 @@ Precision parse_precision(std::string_view op, std::string_view name) {
 namespace chunk_gated_delta_rule {
 namespace {
 
-void check_gate(std::string_view op, Named t, const Tensors& all, const Problem& p) {
-  check_tokens_heads(op, t, p.layout, p.sizes, p.sizes.HV, 0);
-  check_float(op, t);
-  check_wide(op, t, {"k", all.k});
-}
-
 void check_parameter(std::string_view op, Named t, const Problem& p) {
   check_shape(op, t, {p.sizes.HV});
   check_float(op, t);
@@ -63,8 +57,8 @@ void check_snapshots(std::string_view op, const Tensors& t, const SeqLens& seq, 
   check(count == 0 || t.snapshots.defined(), op, ": snapshots: expected a tensor (snapshot_at has ", count,
         " entries), got none");
   if (t.snapshots.defined()) {
-    check_state(op, {"snapshots", t.snapshots}, {"k", t.k}, p.sizes, count, "one per entry of snapshot_at",
-                options.state_v_first);
+    check_states(op, {"snapshots", t.snapshots}, {"k", t.k}, p.sizes, count, "one per entry of snapshot_at",
+                 options.state_v_first);
     check_dtype(op, {"snapshots", t.snapshots}, t.k.dtype == DType::kF64 ? DType::kF64 : DType::kF32);
   }
   for (std::int64_t m = 0; m < count; ++m) {
@@ -81,21 +75,8 @@ void check_snapshots(std::string_view op, const Tensors& t, const SeqLens& seq, 
 
 }  // namespace
 
-void check_state(std::string_view op, Named t, Named k, const DeltaSizes& s, std::int64_t count, std::string_view what,
-                 bool v_first) {
-  if (!t.tensor.defined()) {
-    return;
-  }
-  check_float(op, t);
-  check_wide(op, t, k);
-  check_rank(op, t, 4);
-  check(t.tensor.size(0) == count, op, ": ", t.name, ": expected ", count, " states (", what, "), got ",
-        t.tensor.size(0));
-  check_shape(op, t, {count, s.HV, v_first ? s.V : s.K, v_first ? s.K : s.V});
-}
-
-Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options,
-                   const StateNames& names) {
+Problem check_inputs(std::string_view op, const Tensors& t, const SeqLens& seq,
+                     const ChunkGatedDeltaRuleOptions& options) {
   Problem p{};
   p.layout = options.layout;
   p.out_layout = options.out_layout.value_or(options.layout);
@@ -108,8 +89,6 @@ Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, co
     check_tokens_heads(op, {"q", t.q}, p.layout, p.sizes, p.sizes.HK, p.sizes.K);
     check_same_dtype(op, {"q", t.q}, {"k", t.k});
   }
-  check_gate(op, {"g", t.g}, t, p);
-  check_gate(op, {"beta", t.beta}, t, p);
   check_boundaries(op, seq, p.sizes);
   if (options.A_log.defined()) {
     check_parameter(op, {"A_log", options.A_log}, p);
@@ -123,7 +102,14 @@ Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, co
   check(std::isfinite(options.beta_scale), op, ": beta_scale: expected a finite number, got ", options.beta_scale);
   p.scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.sizes.K)));
   check(std::isfinite(p.scale), op, ": scale: expected a finite number, got ", p.scale);
+  return p;
+}
 
+Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options,
+                   const StateNames& names) {
+  Problem p = check_inputs(op, t, seq, options);
+  check_gate(op, {"g", t.g}, {"k", t.k}, p.layout, p.sizes);
+  check_gate(op, {"beta", t.beta}, {"k", t.k}, p.layout, p.sizes);
   check(options.time_segments >= 1, op, ": time_segments: expected >= 1, got ", options.time_segments);
   if (options.time_segments > 1) {
     check(seq.rows() == 1, op, ": time_segments: expected 1 with ", seq.rows(), " rows, got ", options.time_segments);
@@ -136,12 +122,9 @@ Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, co
   const TensorView& states = t.initial_state.defined() ? t.initial_state : t.final_state;
   const std::int64_t count = pool && states.rank > 0 ? states.size(0) : seq.count();
   const std::string what = pool ? "as the other states" : "one per sequence of " + std::to_string(seq.count());
-  check_state(op, {names.initial, t.initial_state}, {"k", t.k}, p.sizes, count, what, options.state_v_first);
-  check_state(op, {names.last, t.final_state}, {"k", t.k}, p.sizes, count, what, options.state_v_first);
-  if (t.final_state.defined()) {
-    check(t.final_state.dtype != DType::kF16, op, ": ", names.last,
-          ": expected dtype float32 or bfloat16, got float16 (its range is too small for a state)");
-  }
+  check_states(op, {names.initial, t.initial_state}, {"k", t.k}, p.sizes, count, what, options.state_v_first);
+  check_states(op, {names.last, t.final_state}, {"k", t.k}, p.sizes, count, what, options.state_v_first);
+  check_stored(op, {names.last, t.final_state});
   p.slots = check_slots(op, seq, options, count);
   check(options.has_initial_state.empty() || static_cast<std::int64_t>(options.has_initial_state.size()) == seq.count(),
         op, ": has_initial_state: expected ", seq.count(), " entries (one per sequence), got ",

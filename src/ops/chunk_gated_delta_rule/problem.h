@@ -27,13 +27,13 @@ struct StateNames {
   std::string_view initial = "initial_state", last = "final_state";
 };
 
+// What does not speak of gates or states: q, k, v, boundaries, parameters of the gates, scale.
+Problem check_inputs(std::string_view op, const Tensors& t, const SeqLens& seq,
+                     const ChunkGatedDeltaRuleOptions& options);
+
 // v and, with o, q may be absent only where the caller says so (gdn_segment_map).
 Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, const ChunkGatedDeltaRuleOptions& options,
                    const StateNames& names = {});
-
-// A tensor of `count` states; `what` says why so many. Absent is right too.
-void check_state(std::string_view op, Named t, Named k, const DeltaSizes& sizes, std::int64_t count,
-                 std::string_view what, bool v_first);
 
 // The token recurrence in plain loops; the arguments are checked already.
 template <class Acc>

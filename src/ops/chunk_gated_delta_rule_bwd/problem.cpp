@@ -5,8 +5,6 @@
 namespace tidegate::delta_rule_gradient {
 namespace {
 
-using chunk_gated_delta_rule::check_state;
-
 constexpr std::string_view kOp = "chunk_gated_delta_rule_bwd";
 
 void check_like(Named d, Named input) {
@@ -51,16 +49,15 @@ chunk_gated_delta_rule::Problem check_call(const Tensors& t, const ChunkGatedDel
     check_same_dtype(kOp, {"do", t.d_o}, k);
   }
   const std::string each = "one per sequence of " + std::to_string(seq.count());
-  check_state(kOp, {"dfinal_state", t.dfinal_state}, k, z, seq.count(), each, options.state_v_first);
-  check_state(kOp, {"dh0", d.dh0}, k, z, seq.count(), each, options.state_v_first);
+  check_states(kOp, {"dfinal_state", t.dfinal_state}, k, z, seq.count(), each, options.state_v_first);
+  check_states(kOp, {"dh0", d.dh0}, k, z, seq.count(), each, options.state_v_first);
   if (d.dh0.defined()) {
     check(t.rule.initial_state.defined(), kOp, ": dh0: expected none without initial_state, got a tensor");
-    check(d.dh0.dtype != DType::kF16, kOp,
-          ": dh0: expected dtype float32 or bfloat16, got float16 (its range is too small for a state)");
+    check_stored(kOp, {"dh0", d.dh0});
   }
   if (t.states.defined()) {
     const auto count = static_cast<std::int64_t>(saved_states(seq).size());
-    check_state(kOp, {"states", t.states}, k, z, count, "one after every 256 tokens of a sequence", false);
+    check_states(kOp, {"states", t.states}, k, z, count, "one after every 256 tokens of a sequence", false);
     check_dtype(kOp, {"states", t.states}, wide ? DType::kF64 : DType::kF32);
   }
   check_like({"dq", d.dq}, {"q", t.rule.q});

@@ -7,13 +7,9 @@ namespace tidegate::delta_rule_gradient {
 namespace {
 
 using chunk_gated_delta_rule::Gate;
-using chunk_gated_delta_rule::move_state;
-using chunk_gated_delta_rule::offset;
 using chunk_gated_delta_rule::Problem;
 using chunk_gated_delta_rule::read_gate;
-using chunk_gated_delta_rule::read_row;
 using chunk_gated_delta_rule::read_strength;
-using chunk_gated_delta_rule::sigmoid;
 
 template <class Acc>
 using Row = std::vector<Acc>;
