@@ -10,6 +10,7 @@
 #include "tidegate/gating.h"
 #include "tidegate/norm.h"
 #include "tidegate/parallel.h"
+#include "tidegate/recurrent.h"
 #include "tidegate/rope.h"
 #include "tidegate/seqlens.h"
 #include "tidegate/tensor.h"
