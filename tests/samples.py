@@ -147,6 +147,34 @@ def _rule_pool():
     ]
 
 
+def _recurrent_options():
+    options = _rule_options()
+    del options["precision"]
+    return options
+
+
+def _recurrent_pool():
+    """Verification of 3, 0 and 6 tokens on slots of their own, everything inside; and a decode step, V-first."""
+    packed = _rule_inputs(lambda heads: (9, heads), 2, torch.bfloat16)
+    slots = torch.tensor([[3, 0, 7, -1, -1, -1], [-1] * 6, [1, 2, 4, 5, 6, 8]])
+    rows = {"state_indices": slots, "num_accepted_tokens": torch.tensor([2, 1, 6])}
+    more = {"has_initial_state": torch.tensor([1, 1, 0]), "gk": -torch.rand(9, 4, 4)}
+    step = _rule_inputs(lambda heads: (heads, 3), 1)
+    options = {"null_slot": -7, "state_v_first": True, "scale": 0.5, "layout": "NTD"}
+    return [
+        ([*packed, _floats(9, 4, 4, 3, grad=False)], {**_recurrent_options(), **rows, **more}),
+        ([*step, _floats(4, 2, 3, 4, grad=False)], {"state_indices": torch.tensor([1, -7, 0]), **options}),
+    ]
+
+
+def _recurrent_fwd():
+    batch = _rule_inputs(lambda heads: (2, 5, heads), 1)
+    packed = _rule_inputs(lambda heads: (9, heads), 2, torch.bfloat16)
+    states = {"initial_state": _floats(3, 4, 3, 4, grad=False), "state_v_first": True, "output_final_state": True}
+    more = {"gk": -torch.rand(9, 4, 4), "scale": 0.5}
+    return [(batch, {}), (packed, {**_recurrent_options(), **states, **more})]
+
+
 def _segment_map():
     batch = _rule_inputs(lambda heads: (2, 5, heads), 1)
     packed = _rule_inputs(lambda heads: (9, heads), 2, torch.bfloat16)
@@ -297,6 +325,8 @@ SAMPLES = {
     "chunk_gated_delta_rule_fwd": _rule_fwd,
     "chunk_gated_delta_rule_bwd": _rule_bwd,
     "chunk_gated_delta_rule_pool": _rule_pool,
+    "recurrent_gated_delta_rule": _recurrent_pool,
+    "recurrent_gated_delta_rule_fwd": _recurrent_fwd,
     "gdn_segment_map": _segment_map,
     "gdn_segment_combine": _segment_combine,
     "gdn_gating_fwd": _gating_fwd,

@@ -6,6 +6,7 @@ import functools
 
 import bad_input_chunk_backward
 import bad_input_delta_rule
+import bad_input_recurrent
 import bad_input_rows
 import pytest
 import torch
@@ -15,7 +16,11 @@ from samples import SAMPLES, arguments, operators, overload, samples, written
 import tidegate
 from tidegate._contracts import CONTRACTS
 
-ROWS = bad_input_rows.ROWS + bad_input_delta_rule.ROWS + bad_input_chunk_backward.ROWS
+ROWS = [
+    row
+    for module in (bad_input_rows, bad_input_delta_rule, bad_input_chunk_backward, bad_input_recurrent)
+    for row in module.ROWS
+]
 
 
 def form(name):

@@ -3,6 +3,7 @@
 from tidegate._native import __version__, isa, ops, set_isa
 from tidegate.delta_rule import chunk_gated_delta_rule, chunk_gdn, chunk_size
 from tidegate.norm import RMSNormGated, rms_norm, rms_norm_gated
+from tidegate.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn, recurrent_gated_delta_rule
 from tidegate.report import report
 from tidegate.rope import partial_rope
 
@@ -12,9 +13,12 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_size",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
     "isa",
     "ops",
     "partial_rope",
+    "recurrent_gated_delta_rule",
     "report",
     "rms_norm",
     "rms_norm_gated",

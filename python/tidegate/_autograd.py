@@ -232,7 +232,11 @@ for _name in names:
     for _overload in getattr(ops, _name).overloads():
         if getattr(getattr(ops, _name), _overload)._schema.is_mutable:
             _refuse_grad_mode(_name, _overload)
-for _name in ("gdn_segment_map", "gdn_segment_combine"):
+for _name in (
+    "recurrent_gated_delta_rule_fwd",  # the same function: chunk_gated_delta_rule_bwd will serve it
+    "gdn_segment_map",
+    "gdn_segment_combine",
+):
     _refuse_gradient(_name, "a gradient is not supported yet: use it under torch.no_grad()")
 _refuse_gradient("mrope_cos_sin", "a gradient of the position tables is not supported")
 for _name in (

@@ -201,6 +201,36 @@ def _(q, k, v, g, beta, state, *, layout="BSND", out_layout=None, **_options):
     return _rule_output(k, v, layout, out_layout)
 
 
+@_fake("recurrent_gated_delta_rule")
+def _(q, k, v, g, beta, state, *, layout="TND", **_options):
+    return _rule_output(k, v, layout, None)
+
+
+@_fake("recurrent_gated_delta_rule_fwd")
+def _(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state=None,
+    cu_seqlens=None,
+    A_log=None,
+    dt_bias=None,
+    gk=None,
+    *,
+    output_final_state=False,
+    state_v_first=False,
+    layout="BSND",
+    **_options,
+):
+    _, count, T, HV, K, V = _rule_sizes(k, v, cu_seqlens, layout)
+    count = T if cu_seqlens is None and layout in ("TND", "NTD") else count  # a decode step: every token is a sequence
+    state = (count, HV, V, K) if state_v_first else (count, HV, K, V)
+    o = _rule_output(k, v, layout, None)
+    return o, k.new_empty(state, dtype=wide(k)) if output_final_state else _nothing(k, wide(k))
+
+
 @_fake("gdn_segment_map")
 def _(k, v, g, beta, cu_seqlens=None, A_log=None, dt_bias=None, *, layout="BSND", **_options):
     _, count, _, HV, K, V = _rule_sizes(k, v, cu_seqlens, layout)

@@ -6,6 +6,7 @@ from torch import nn
 from tidegate._arguments import boundaries, check_chunk_indices
 from tidegate._native import ops
 from tidegate.delta_rule import chunk_gated_delta_rule, chunk_gdn
+from tidegate.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
 
 __all__ = [
     "FusedRMSNormGated",
@@ -14,6 +15,8 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "fused_gdn_gate",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
     "l2norm",
     "rms_norm_gated",
 ]

@@ -1,0 +1,129 @@
+"""The gated delta rule token by token: on a pool of states, and with the signature of flash-linear-attention (0.6)."""
+
+import warnings
+
+import torch
+
+from tidegate._native import ops
+
+
+def recurrent_gated_delta_rule(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    state,
+    *,
+    state_indices,
+    gk=None,
+    cu_seqlens=None,
+    num_accepted_tokens=None,
+    has_initial_state=None,
+    A_log=None,
+    dt_bias=None,
+    null_slot=-1,
+    scale=None,
+    use_qk_l2norm=False,
+    beta_sigmoid=False,
+    beta_scale=1.0,
+    state_v_first=False,
+    layout="TND",
+    out=None,
+):
+    """One or several tokens per sequence on state [slots,HV,K,V], changed in place; returns o (or fills `out`).
+
+    state_indices [N]: the slot of every sequence. [N,M]: the state after token t goes to slot [n,t], and the sequence
+    starts from slot [n,a-1], a = num_accepted_tokens[n] of the previous call (default 1). Inference only.
+    """
+    options = {
+        "state_indices": state_indices,
+        "gk": gk,
+        "cu_seqlens": cu_seqlens,
+        "num_accepted_tokens": num_accepted_tokens,
+        "has_initial_state": has_initial_state,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "null_slot": null_slot,
+        "scale": scale,
+        "use_qk_l2norm": use_qk_l2norm,
+        "beta_sigmoid": beta_sigmoid,
+        "beta_scale": beta_scale,
+        "state_v_first": state_v_first,
+        "layout": layout,
+    }
+    if out is None:
+        return ops.recurrent_gated_delta_rule(q, k, v, g, beta, state, **options)
+    ops.recurrent_gated_delta_rule.out(q, k, v, g, beta, state, **options, o=out)
+    return out
+
+
+def fused_recurrent_gated_delta_rule(
+    q,
+    k,
+    v,
+    g=None,
+    gk=None,
+    gv=None,
+    beta=None,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+    use_gate_in_kernel=False,
+    A_log=None,
+    dt_bias=None,
+    use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False,
+    state_v_first=False,
+    cu_seqlens=None,
+    **kwargs,
+):
+    """q, k [B,T,H,K], v [B,T,HV,V], g [B,T,HV], gk [B,T,HV,K], beta [B,T,HV] or [B,T,HV,V], states [N,HV,K,V].
+
+    Returns (o, final_state or None); inputs are not changed.
+    """
+    op = "fused_recurrent_gated_delta_rule"
+    if "transpose_state_layout" in kwargs:
+        if state_v_first:
+            raise ValueError(f"{op}: transpose_state_layout: expected none with state_v_first, got both")
+        warnings.warn(
+            "`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning, stacklevel=2
+        )
+        state_v_first = kwargs.pop("transpose_state_layout")
+    if kwargs:
+        raise TypeError(f"{op}: unexpected arguments {sorted(kwargs)}")
+    if gv is not None:
+        raise ValueError(f"{op}: gv: expected None, got a tensor")
+    if use_gate_in_kernel and (A_log is None or g is None):
+        raise ValueError(
+            f"{op}: {'A_log' if g is not None else 'g'}: expected a tensor with use_gate_in_kernel, got none"
+        )
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(f"{op}: allow_neg_eigval: expected False without use_beta_sigmoid_in_kernel, got True")
+    if beta is None:
+        beta = torch.ones(v.shape[:-1], dtype=q.dtype, device=q.device)
+    if initial_state is not None and initial_state.dtype in (torch.bfloat16, torch.float16):
+        initial_state = initial_state.float()
+    o, final_state = ops.recurrent_gated_delta_rule_fwd(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        cu_seqlens=cu_seqlens,
+        A_log=A_log if use_gate_in_kernel else None,
+        dt_bias=dt_bias if use_gate_in_kernel else None,
+        gk=gk,
+        scale=scale,
+        output_final_state=output_final_state,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_sigmoid=use_beta_sigmoid_in_kernel,
+        beta_scale=2.0 if allow_neg_eigval else 1.0,
+        state_v_first=state_v_first,
+    )
+    return o, final_state if output_final_state else None
+
+
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
