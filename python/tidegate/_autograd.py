@@ -38,6 +38,8 @@ class _Library(torch.library.Library):
 
 
 lib = _Library("tidegate", "IMPL")
+# Kernels of forms that write in place, by operator: what the dispatcher would call, without the way through it.
+direct = {}
 
 
 def _gradient(name, setup):
@@ -222,6 +224,7 @@ def _refuse_grad_mode(name, overload):
                 torch.autograd.graph.increment_version(value)
         return result
 
+    direct[op] = kernel
     for key in ("Autograd", "ADInplaceOrView"):  # the second alone is reached in inference mode
         lib.impl(op._name, kernel, key)
 

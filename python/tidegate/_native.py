@@ -5,6 +5,7 @@ other way for an operator of the stable ABI. `tidegate.ops.<name>` is the same o
 the text arrives as ValueError, or as TypeError when it is about a dtype.
 """
 
+import functools
 import importlib.metadata
 import pathlib
 import re
@@ -54,19 +55,20 @@ class _Operator:
     def __init__(self, name, overload="default"):
         self._name = name
         self._call = getattr(getattr(torch.ops.tidegate, name), overload)
+        self._eager = tidegate._autograd.direct.get(self._call, self._call)
 
     def __call__(self, *args, **kwargs):
         if torch.compiler.is_compiling():
             return self._call(*args, **kwargs)
         try:
-            return self._call(*args, **kwargs)
+            return self._eager(*args, **kwargs)
         except NATIVE_ERRORS as error:
             translated = _translate(error, self._name)
             if translated is None:
                 raise
             raise translated from None
 
-    @property
+    @functools.cached_property
     def out(self):
         """The form that writes into tensors given by keyword."""
         return _Operator(self._name, "out")

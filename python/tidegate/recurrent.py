@@ -7,54 +7,18 @@ import torch
 from tidegate._native import ops
 
 
-def recurrent_gated_delta_rule(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    state,
-    *,
-    state_indices,
-    gk=None,
-    cu_seqlens=None,
-    num_accepted_tokens=None,
-    has_initial_state=None,
-    A_log=None,
-    dt_bias=None,
-    null_slot=-1,
-    scale=None,
-    use_qk_l2norm=False,
-    beta_sigmoid=False,
-    beta_scale=1.0,
-    state_v_first=False,
-    layout="TND",
-    out=None,
-):
+def recurrent_gated_delta_rule(q, k, v, g, beta, state, *, state_indices, out=None, **options):
     """One or several tokens per sequence on state [slots,HV,K,V], changed in place; returns o (or fills `out`).
 
     state_indices [N]: the slot of every sequence. [N,M]: the state after token t goes to slot [n,t], and the sequence
     starts from slot [n,a-1], a = num_accepted_tokens[n] of the previous call (default 1). Inference only.
+
+    Options: gk, cu_seqlens, num_accepted_tokens, has_initial_state, A_log, dt_bias, null_slot, scale, use_qk_l2norm,
+    beta_sigmoid, beta_scale, state_v_first, layout; see docs/operators.md.
     """
-    options = {
-        "state_indices": state_indices,
-        "gk": gk,
-        "cu_seqlens": cu_seqlens,
-        "num_accepted_tokens": num_accepted_tokens,
-        "has_initial_state": has_initial_state,
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-        "null_slot": null_slot,
-        "scale": scale,
-        "use_qk_l2norm": use_qk_l2norm,
-        "beta_sigmoid": beta_sigmoid,
-        "beta_scale": beta_scale,
-        "state_v_first": state_v_first,
-        "layout": layout,
-    }
     if out is None:
-        return ops.recurrent_gated_delta_rule(q, k, v, g, beta, state, **options)
-    ops.recurrent_gated_delta_rule.out(q, k, v, g, beta, state, **options, o=out)
+        return ops.recurrent_gated_delta_rule(q, k, v, g, beta, state, state_indices=state_indices, **options)
+    ops.recurrent_gated_delta_rule.out(q, k, v, g, beta, state, state_indices=state_indices, **options, o=out)
     return out
 
 
