@@ -15,11 +15,17 @@ if(TIDEGATE_EMULATE_AVX512)
 endif()
 
 # tidegate_add_operator(<name> [more sources]): src/ops/<name>/ holds <name>.cpp (checks, partition, dispatch), reference.cpp,
-# kernel.cpp (compiled once per instruction set), test.cpp (and more *_test.cpp) and bench.cpp.
+# kernel.cpp (compiled once per instruction set), test.cpp (and more *_test.cpp) and bench.cpp. An operator that only puts
+# the kernels of others together has neither reference.cpp nor kernel.cpp.
 function(tidegate_add_operator name)
   set(dir ${PROJECT_SOURCE_DIR}/src/ops/${name})
-  target_sources(tidegate_objects PRIVATE ${dir}/${name}.cpp ${dir}/reference.cpp ${ARGN})
-  foreach(isa ${TIDEGATE_ISAS})
+  target_sources(tidegate_objects PRIVATE ${dir}/${name}.cpp ${ARGN})
+  set(isas)
+  if(EXISTS ${dir}/kernel.cpp)
+    target_sources(tidegate_objects PRIVATE ${dir}/reference.cpp)
+    set(isas ${TIDEGATE_ISAS})
+  endif()
+  foreach(isa ${isas})
     set(target kernel_${name}_${isa})
     add_library(${target} OBJECT ${dir}/kernel.cpp)
     target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/include)

@@ -5,6 +5,7 @@
 #include "tidegate/chunk_backward.h"
 #include "tidegate/conv.h"
 #include "tidegate/cpu.h"
+#include "tidegate/decode.h"
 #include "tidegate/delta_rule.h"
 #include "tidegate/error.h"
 #include "tidegate/gating.h"

@@ -148,7 +148,8 @@ void check_owners(std::string_view op, const Problem& p, const SeqLens& seq, con
   }
 }
 
-// Start and slots of every sequence.
+}  // namespace
+
 void check_indices(std::string_view op, Problem& p, const SeqLens& seq, const Options& options, std::int64_t slots,
                    Scratch& scratch) {
   const std::int64_t N = seq.count();
@@ -191,8 +192,6 @@ void check_indices(std::string_view op, Problem& p, const SeqLens& seq, const Op
   }
   check_owners(op, p, seq, options, slots, scratch);
 }
-
-}  // namespace
 
 ChunkGatedDeltaRuleOptions chunk_options(const Options& options) {
   ChunkGatedDeltaRuleOptions o;

@@ -32,6 +32,11 @@ struct Problem {
   const std::int64_t* slots_of(std::int64_t n) const { return slots + n * width; }
 };
 
+// Start and slots of every sequence, from the options of the pool form. A slot that a sequence reads or writes is
+// written by no other one.
+void check_indices(std::string_view op, Problem& p, const SeqLens& seq, const Options& options, std::int64_t slots,
+                   Scratch& scratch);
+
 // Lists live in the scratch memory: a decode step allocates nothing.
 Problem check_pool(std::string_view op, const Tensors& t, const SeqLens& seq, const Options& options, Scratch& scratch);
 Problem check_fwd(std::string_view op, const Tensors& t, const SeqLens& seq, const Options& options, Scratch& scratch);
