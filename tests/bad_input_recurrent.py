@@ -27,6 +27,50 @@ def options(op):
     return [row for row in rule_options(op) if row[1] != "precision"]
 
 
+def decode_rows(op):
+    return [
+        (op, "mixed", nested("mixed"), ValueError, "mixed: expected 2 dimensions, got 3"),
+        (op, "mixed", grown("mixed", 1), ValueError, "mixed: expected shape [3, 28], got [3, 29]"),
+        (op, "mixed", as_type("mixed", torch.float64), TypeError, "mixed: expected dtype float32, bfloat16 or float16"),
+        (op, "z", grown("z", 1), ValueError, "z: expected shape [3, 12], got [3, 13]"),
+        (op, "z", None, ValueError, "z: expected a tensor, got none"),
+        (op, "a", nested("a"), ValueError, "a: expected shape [3, 4], got [1, 3, 4]"),
+        (op, "b", grown("b", 0), ValueError, "b: expected shape [3, 4], got [4, 4]"),
+        (op, "b", None, ValueError, "b: expected a tensor, got none"),
+        (op, "conv_state", grown("conv_state", 1), ValueError, "conv_state: expected 28 channels, got 29"),
+        (op, "conv_state", as_type("conv_state", torch.bfloat16), TypeError, "conv_state: expected dtype float32"),
+        (op, "conv_weight", grown("conv_weight", 1), ValueError, "conv_weight: expected 2 to 4 taps"),
+        (op, "conv_weight", grown("conv_weight", 0), ValueError, "conv_weight: expected shape [28, 4], got [29, 4]"),
+        (op, "conv_bias", grown("conv_bias", 0), ValueError, "conv_bias: expected shape [28], got [29]"),
+        (op, "A_log", grown("A_log", 0), ValueError, "A_log: expected shape [4], got [5]"),
+        (op, "dt_bias", nested("dt_bias"), ValueError, "dt_bias: expected shape [4], got [1, 4]"),
+        (op, "state", grown("state", 3), ValueError, "state: expected shape [5, 4, 4, 3], got [5, 4, 4, 4]"),
+        (op, "state", strided("state"), ValueError, "state: expected inner stride 1, got 2"),
+        (op, "state", as_type("state", torch.float16), TypeError, "state: expected dtype float32 or bfloat16"),
+        (op, "norm_weight", grown("norm_weight", 0), ValueError, "norm_weight: expected shape [3], got [4]"),
+        (op, "state_indices", ints(4, -1, 5), ValueError, "state_indices[2]: expected 0 to 4 or -1 (null slot), got 5"),
+        (op, "state_indices", ints(4, -1, 4), ValueError, "state_indices[2]: expected a slot of its own, got 4"),
+        (op, "state_indices", ints(4, -1), ValueError, "state_indices: expected 3 entries (1 per sequence), got 2"),
+        (op, "conv_indices", ints(3, 0), ValueError, "conv_indices: expected 3 entries (one per sequence), got 2"),
+        (op, "conv_indices", ints(3, 0, 4), ValueError, "conv_indices[2]: expected 0 to 3 (sequence 2 has a state)"),
+        (op, "conv_indices", ints(3, 0, 3), ValueError, "conv_indices[2]: expected a row of its own, got 3"),
+        (op, "HK", 0, ValueError, "HK: expected >= 1, got 0"),
+        (op, "HV", 3, ValueError, "HV: expected a multiple of 2 (HK), got 3"),
+        (op, "K", 0, ValueError, "K: expected >= 1, got 0"),
+        (op, "V", 4, ValueError, "mixed: expected shape [3, 32], got [3, 28]"),
+        (op, "cu_seqlens", ints(0, 2, 2, 4), ValueError, "cu_seqlens[3]: expected 5 (tokens), got 4"),
+        (op, "num_accepted_tokens", ints(0, 1, 1), ValueError, "num_accepted_tokens[0]: expected 1 to 3"),
+        (op, "num_accepted_tokens", ints(1, 1), ValueError, "num_accepted_tokens: expected 3 entries"),
+        (op, "null_slot", 7, ValueError, "state_indices[1]: expected 0 to 4 or 7 (null slot), got -1"),
+        (op, "scale", NAN, ValueError, "scale: expected a finite number, got nan"),
+        (op, "eps", -1.0, ValueError, "eps: expected a finite number >= 0, got -1"),
+        (op, "activation", "gelu", ValueError, "activation: expected"),
+        (op, "norm_rounding", "bf16", ValueError, "rounding: expected hf or fp32"),
+        (op, "projection", "kqv", ValueError, "projection: expected qkv or qkvz_ba, got kqv"),
+        (op, "state_v_first", False, ValueError, "state: expected shape [7, 4, 4, 3], got [7, 4, 3, 4]"),
+    ]
+
+
 ROWS = [
     *options(POOL),
     *options(FWD),
@@ -99,4 +143,7 @@ ROWS = [
     (FWD, "state_v_first", False, ValueError, "initial_state: expected shape [3, 4, 4, 3], got [3, 4, 3, 4]"),
     (FWD + ".out", "o", grown("o", 0), ValueError, "o: expected shape"),
     (FWD + ".out", "final_state", grown("final_state", 0), ValueError, "final_state: expected 3 states"),
+    *decode_rows("gdn_packed_decode"),
+    ("gdn_packed_decode.out", "y", grown("y", 1), ValueError, "y: expected shape [3, 12], got [3, 13]"),
+    ("gdn_packed_decode.out", "y", strided("y"), ValueError, "y: expected inner stride 1, got 2"),
 ]

@@ -175,6 +175,24 @@ def _recurrent_fwd():
     return [(batch, {}), (packed, {**_recurrent_options(), **states, **more})]
 
 
+def _packed_decode():
+    """A decode step of three sequences, and verification of 2, 0 and 3 tokens; 2 key heads, 4 value heads, K 4, V 3."""
+    sizes, D = {"HK": 2, "HV": 4, "K": 4, "V": 3}, 28
+    heads, norm = [_data(4), _data(4)], _data(3)
+    step = [_data(3, D), _data(3, 12), _data(3, 4), _data(3, 4), _data(5, D, 3), _data(D, 4), _data(D), *heads]
+    verify = [_data(5, 40).bfloat16(), None, None, _data(5, 8).bfloat16(), _data(4, D, 5).bfloat16(), _data(D, 3)]
+    slots = torch.tensor([[6, 1, 2], [0, 0, 0], [3, 4, 5]])
+    rows = {"cu_seqlens": torch.tensor([0, 2, 2, 5]), "num_accepted_tokens": torch.tensor([2, 1, 1])}
+    more = {"projection": "qkvz_ba", "state_v_first": True, "activation": "sigmoid", "norm_rounding": "fp32"}
+    return [
+        ([*step, _data(5, 4, 4, 3), norm], {"state_indices": torch.tensor([4, -1, 0]), **sizes}),
+        (
+            [*verify, None, heads[0], None, _data(7, 4, 3, 4), norm],
+            {"state_indices": slots, "conv_indices": torch.tensor([3, 0, 1]), **sizes, **rows, **more, "scale": 0.5},
+        ),
+    ]
+
+
 def _segment_map():
     batch = _rule_inputs(lambda heads: (2, 5, heads), 1)
     packed = _rule_inputs(lambda heads: (9, heads), 2, torch.bfloat16)
@@ -327,6 +345,7 @@ SAMPLES = {
     "chunk_gated_delta_rule_pool": _rule_pool,
     "recurrent_gated_delta_rule": _recurrent_pool,
     "recurrent_gated_delta_rule_fwd": _recurrent_fwd,
+    "gdn_packed_decode": _packed_decode,
     "gdn_segment_map": _segment_map,
     "gdn_segment_combine": _segment_combine,
     "gdn_gating_fwd": _gating_fwd,

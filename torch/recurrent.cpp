@@ -1,5 +1,5 @@
 // The gated delta rule token by token as torch operators. Contract: include/tidegate/recurrent.h.
-#include "adapter.h"
+#include "slots.h"
 
 namespace tidegate::adapter {
 namespace {
@@ -25,15 +25,12 @@ struct Call {
   Options options;
 };
 
-// A packed call without boundaries is a decode step: every token is a sequence.
 SeqLens sequences(std::string_view op, const Inputs& in, const TensorView& k, Layout layout) {
   const int rank = has_batch(layout) ? 4 : 3;
   check(k.rank == rank, op, ": k: expected ", rank, " dimensions, got ", k.rank, " in ", Shape{k});
   const std::int64_t tokens = k.size(is_head_major(layout) ? -2 : -3);
-  if (in.cu_seqlens.has_value() || has_batch(layout)) {
-    return boundaries(op, in.cu_seqlens, has_batch(layout) ? k.size(0) : 1, tokens);
-  }
-  return SeqLens::from_lengths(std::vector<std::int64_t>(static_cast<std::size_t>(tokens), 1));
+  return has_batch(layout) ? boundaries(op, in.cu_seqlens, k.size(0), tokens)
+                           : packed_sequences(op, in.cu_seqlens, tokens);
 }
 
 Call make_call(std::string_view op, Inputs& in) {
@@ -66,24 +63,12 @@ struct Pool {
 void run_pool(Inputs in, const Pool& pool, const Tensor* given, Tensor* made) {
   constexpr std::string_view op = "recurrent_gated_delta_rule";
   Call c = make_call(op, in);
-  const TensorView indices = view(op, "state_indices", pool.state_indices);
-  check(indices.rank == 1 || indices.rank == 2, op, ": state_indices: expected [N] or [N, M], got ", Shape{indices});
-  const auto slots = integers(
-      op, "state_indices", indices.rank == 2 ? torch::stable::flatten(pool.state_indices, 0, -1) : pool.state_indices);
-  const auto accepted = integers(op, "num_accepted_tokens", pool.num_accepted_tokens);
-  const auto initial = integers(op, "has_initial_state", pool.has_initial_state);
+  const SlotIndices indices = slot_indices(op, pool.state_indices, c.seq);
+  const auto accepted = per_sequence(op, "num_accepted_tokens", pool.num_accepted_tokens, c.seq);
+  const auto initial = per_sequence(op, "has_initial_state", pool.has_initial_state, c.seq);
   const std::vector<std::uint8_t> has_initial(initial.begin(), initial.end());
-  const auto given_but_empty = [&](std::string_view name, const Optional& t, std::size_t length) {
-    check(!t.has_value() || length > 0 || c.seq.count() == 0, op, ": ", name, ": expected ", c.seq.count(),
-          " entries (one per sequence), got 0");
-  };
-  given_but_empty("num_accepted_tokens", pool.num_accepted_tokens, accepted.size());
-  given_but_empty("has_initial_state", pool.has_initial_state, initial.size());
-  check(indices.rank == 1 || indices.size(0) == c.seq.count(), op, ": state_indices: expected ", c.seq.count(),
-        " rows (one per sequence), got ", indices.size(0));
-  check(indices.rank == 1 || indices.size(1) > 0, op, ": state_indices: expected at least 1 column, got 0");
-  c.options.state_indices = slots;
-  c.options.states_per_sequence = indices.rank == 2 ? indices.size(1) : 0;
+  c.options.state_indices = indices.slots;
+  c.options.states_per_sequence = indices.per_sequence;
   c.options.num_accepted_tokens = accepted;
   c.options.has_initial_state = has_initial;
   c.options.null_slot = pool.null_slot;

@@ -1,6 +1,7 @@
 """Tidegate: the operators of gated-delta + MoE models (Qwen3-Next, Qwen3.5, Qwen3.6 and relatives), fast on CPUs."""
 
 from tidegate._native import __version__, isa, ops, set_isa
+from tidegate.decode import gdn_packed_decode
 from tidegate.delta_rule import chunk_gated_delta_rule, chunk_gdn, chunk_size
 from tidegate.norm import RMSNormGated, rms_norm, rms_norm_gated
 from tidegate.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn, recurrent_gated_delta_rule
@@ -15,6 +16,7 @@ __all__ = [
     "chunk_size",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "gdn_packed_decode",
     "isa",
     "ops",
     "partial_rope",

@@ -231,6 +231,11 @@ def _(
     return o, k.new_empty(state, dtype=wide(k)) if output_final_state else _nothing(k, wide(k))
 
 
+@_fake("gdn_packed_decode")
+def _(mixed, *_tensors, HV, V, **_options):
+    return mixed.new_empty((mixed.shape[0], HV * V))
+
+
 @_fake("gdn_segment_map")
 def _(k, v, g, beta, cu_seqlens=None, A_log=None, dt_bias=None, *, layout="BSND", **_options):
     _, count, _, HV, K, V = _rule_sizes(k, v, cu_seqlens, layout)
