@@ -176,3 +176,19 @@ def test_states_of_another_pool_are_not_touched_by_a_bad_call():
     with pytest.raises(ValueError, match="state: expected memory of its own, got an overlap with v"):
         rule(q, k, pool[0, :, :2].transpose(0, 1), g, beta, pool, state_indices=torch.tensor([0, 1]))
     assert_bits("pool", pool, before)
+
+
+def test_steps_and_prompts_in_one_call(isa):
+    """Short sequences token by token, long ones in chunks; a sequence has the bits that it has alone."""
+    p, (o, final) = case((1, 70, 3, 0, 17, 1), HK=2, K=20, V=36)
+    order = [4, 0, 1, 5, 2, 3]
+    pool, cu = pool_of(p, 6, order), p["cu"]
+    start = pool.clone()
+    got = rule(*tokens(p, 0, 92), pool, state_indices=torch.tensor(order), cu_seqlens=torch.tensor(cu))
+    assert_close("o", got.transpose(0, 1), o, 1e-6)
+    assert_close("state", pool[order], final, 1e-6)
+    for n, slot in enumerate(order):
+        alone, cut = start.clone(), tokens(p, cu[n], cu[n + 1])
+        one = {"state_indices": torch.tensor([slot]), "cu_seqlens": torch.tensor([0, cu[n + 1] - cu[n]])}
+        assert_bits("o", rule(*cut, alone, **one), got[cu[n] : cu[n + 1]])
+        assert_bits("state", alone[slot], pool[slot])

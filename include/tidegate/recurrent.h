@@ -37,6 +37,8 @@ struct RecurrentGatedDeltaRuleOptions {
 //   beta   [B,T,HV] | .., or one per value channel [B,T,HV,V] | ..; any float type
 //   state  [slots,HV,K,V] fp32 or bf16, inner stride 1, changed in place
 // A state is rounded to the type of the pool after every token, so that n tokens in one call have the bits of n calls.
+// Sequences of more than recurrent_tokens() tokens go through the chunk form where that can be: state_indices [N], with
+// g, without gk, one beta per head. Which form a sequence takes depends on its own length only, never on the batch.
 void recurrent_gated_delta_rule(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& g,
                                 const TensorView& gk, const TensorView& beta, const TensorView& state,
                                 const TensorView& o, const SeqLens& seq, const RecurrentGatedDeltaRuleOptions& options);
@@ -47,5 +49,8 @@ void recurrent_gated_delta_rule_fwd(const TensorView& q, const TensorView& k, co
                                     const TensorView& gk, const TensorView& beta, const TensorView& initial_state,
                                     const TensorView& o, const TensorView& final_state, const SeqLens& seq,
                                     const RecurrentGatedDeltaRuleOptions& options = {});
+
+// The longest sequence that is computed token by token where the chunk form could be used.
+std::int64_t recurrent_tokens();
 
 }  // namespace tidegate

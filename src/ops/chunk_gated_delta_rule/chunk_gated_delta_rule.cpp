@@ -142,7 +142,7 @@ void run(const Problem& p, const Tensors& t, const SeqLens& seq, const ChunkGate
     path.run[type](args, unit, workspace);
   };
   for (std::int64_t n = 0; n < seq.count(); ++n) {
-    if (p.slots[static_cast<std::size_t>(n)] < 0 && t.o.defined()) {
+    if (p.slots[static_cast<std::size_t>(n)] == -1 && t.o.defined()) {
       clear_output(args, p, seq[n], dtype_bytes(t.o.dtype));
     }
   }

@@ -15,7 +15,8 @@ struct Problem {
   DeltaSizes sizes;
   Layout layout, out_layout;
   double scale;
-  std::vector<std::int64_t> slots;  // of every sequence in the states; -1: the sequence is skipped
+  // Of every sequence in the states; -1: the sequence is skipped, -2: somebody else computes it.
+  std::vector<std::int64_t> slots;
 };
 
 struct Tensors {

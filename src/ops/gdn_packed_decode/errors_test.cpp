@@ -120,6 +120,11 @@ TEST(GdnPackedDecodeErrors, Arguments) {
   bad([&](Call& c) { c.options.num_accepted_tokens = none; },
       "num_accepted_tokens[0]: expected 1 to 2 (states per sequence), got 0");
 
+  Layer prompt = make_layer(random, {.lengths = {17}, .K = 5, .V = 6});
+  prompt.options.state_indices = std::span(slots).first(1);
+  expect_error([&] { decode(prompt, SeqLens::dense(1, 17)); },
+               "gdn_packed_decode: cu_seqlens: expected at most 16 tokens per sequence, got 17");
+
   Layer packed = l;
   packed.c.projection = packed.options.projection = Projection::kQkvzBa;
   const Projected other = project(packed);

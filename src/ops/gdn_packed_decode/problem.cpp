@@ -146,6 +146,9 @@ Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, co
   check_rows_of(op, {"y", t.y}, mixed, o.HV * o.V);
   check_boundaries(op, seq, p.states.sizes);
   recurrence::check_indices(op, p.states, seq, state_options(o), t.state.size(0), scratch);
+  // Longer ones take chunks in the separate operators; this one is for steps.
+  check(p.states.per_token || seq.longest() <= recurrence::kTokenByToken, op, ": cu_seqlens: expected at most ",
+        recurrence::kTokenByToken, " tokens per sequence, got ", seq.longest());
   p.mode = o.num_accepted_tokens.empty() ? StateMode::kTail : StateMode::kSpeculative;
   p.rows = check_conv_rows(op, p, t, seq, o, scratch);
   check_outputs(op, {{"y", t.y}, {"conv_state", t.conv_state}, {"state", t.state}},

@@ -5,6 +5,7 @@
 
 #include "base/element.h"
 #include "base/float_environment.h"
+#include "ops/chunk_gated_delta_rule/problem.h"
 #include "ops/recurrent_gated_delta_rule/kernel.h"
 #include "ops/recurrent_gated_delta_rule/partition.h"
 #include "ops/recurrent_gated_delta_rule/problem.h"
@@ -88,6 +89,23 @@ const void* first_state(const TensorView& from, const Unit& u, std::int64_t grou
                      : from.as<const char>() + offset_of(from, u.start, u.key_head * group) * dtype_bytes(from.dtype);
 }
 
+// A sequence for the chunk form: long, and without what only the recurrence knows.
+bool takes_chunks(const Problem& p, const Tensors& t, const Sequence& s) {
+  return s.length() > kTokenByToken && !p.per_token && !p.beta_per_channel && t.g.defined() && !t.gk.defined();
+}
+
+// All sequences that take chunks, in one call of the fused operator.
+void run_chunks(const Problem& p, const Tensors& t, const SeqLens& seq, const Options& options) {
+  chunk_gated_delta_rule::Problem chunks{p.sizes, p.layout, p.layout, p.scale, {}};
+  for (std::int64_t n = 0; n < seq.count(); ++n) {
+    const bool mine = p.start[n] != kSkipped && takes_chunks(p, t, seq[n]);
+    chunks.slots.push_back(!mine ? -2 : p.start[n] >= 0 ? p.start[n] : std::max<std::int64_t>(p.slots_of(n)[0], 0));
+  }
+  ChunkGatedDeltaRuleOptions o = chunk_options(options);
+  o.has_initial_state = options.has_initial_state;
+  chunk_gated_delta_rule::run(chunks, {t.q, t.k, t.v, t.g, t.beta, t.from, t.o, t.to, {}}, seq, o);
+}
+
 }  // namespace
 
 void run(const Problem& p, const Tensors& t, const SeqLens& seq, const Options& options, Scratch& scratch) {
@@ -98,14 +116,20 @@ void run(const Problem& p, const Tensors& t, const SeqLens& seq, const Options& 
   const Args args = make_args(p, t, options, scratch);
   auto* live = static_cast<std::int64_t*>(scratch.bytes(static_cast<std::size_t>(seq.count()) * sizeof(std::int64_t)));
   std::int64_t count = 0;
+  bool chunks = false;
   for (std::int64_t n = 0; n < seq.count(); ++n) {
     if (p.start[n] == kSkipped) {
       clear_output(args, p.sizes, seq[n], dtype_bytes(t.o.dtype));
+    } else if (takes_chunks(p, t, seq[n])) {
+      chunks = true;
     } else if (seq[n].length() > 0) {
       live[count++] = n;
     } else if (p.slots_of(n)[0] != kDropped) {
       copy_state(t, p.start[n], p.slots_of(n)[0]);
     }
+  }
+  if (chunks) {
+    run_chunks(p, t, seq, options);
   }
   const std::int64_t tiles = p.sizes.group() * ((p.sizes.V + kColumns - 1) / kColumns);
   const Partition cut = partition(count, p.sizes.HK, tiles, parallel_threads());
@@ -138,6 +162,8 @@ void run(const Problem& p, const Tensors& t, const SeqLens& seq, const Options& 
 }
 
 }  // namespace recurrence
+
+std::int64_t recurrent_tokens() { return recurrence::kTokenByToken; }
 
 void recurrent_gated_delta_rule(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& g,
                                 const TensorView& gk, const TensorView& beta, const TensorView& state,

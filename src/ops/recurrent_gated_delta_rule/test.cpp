@@ -31,7 +31,7 @@ TEST(RecurrentGatedDeltaRule, Accuracy) {
         Random random;
         for (const auto& [K, V] :
              {std::pair<std::int64_t, std::int64_t>{128, 128}, {20, 36}, {60, 100}, {1, 3}, {33, 130}}) {
-          const RuleCase c{.lengths = {1, 3, 0, 17, 9, 40}, .HK = 2, .G = 2, .K = K, .V = V, .dtype = dtype};
+          const RuleCase c{.lengths = {1, 3, 0, 16, 9, 11}, .HK = 2, .G = 2, .K = K, .V = V, .dtype = dtype};
           Recurrence r = make_recurrence(random, c);
           r.options.state_v_first = v_first;
           r.h0 = v_first ? copied(exchanged(r.h0, 2, 3)) : r.h0;

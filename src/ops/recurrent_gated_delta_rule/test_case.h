@@ -70,4 +70,24 @@ inline void run_pool(const Recurrence& r, const Tensor& pool, const Tensor& o, s
                              options);
 }
 
+using Indices = std::vector<std::int64_t>;
+
+// A pool of random states of a type; V-first or not.
+inline Tensor make_pool(Random& random, const Recurrence& r, std::int64_t slots, DType dtype, const Form& form = {}) {
+  return normal(random, dtype, state_sizes(r, slots), form);
+}
+inline TensorView slot_of(const Tensor& pool, std::int64_t slot) { return part(pool, 0, slot, slot + 1); }
+
+// Storage types and orders of a pool.
+template <class F>
+void for_each_pool(F f) {
+  for_each_isa([&] {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      for (const bool v_first : {false, true}) {
+        f(dtype, v_first);
+      }
+    }
+  });
+}
+
 }  // namespace tidegate::test
