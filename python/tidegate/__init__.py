@@ -7,9 +7,13 @@ from tidegate.norm import RMSNormGated, rms_norm, rms_norm_gated
 from tidegate.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn, recurrent_gated_delta_rule
 from tidegate.report import report
 from tidegate.rope import partial_rope
+from tidegate.state import Sequence, Snapshot, StatePool, load_snapshots, save_snapshots
 
 __all__ = [
     "RMSNormGated",
+    "Sequence",
+    "Snapshot",
+    "StatePool",
     "__version__",
     "chunk_gated_delta_rule",
     "chunk_gdn",
@@ -18,11 +22,13 @@ __all__ = [
     "fused_recurrent_gdn",
     "gdn_packed_decode",
     "isa",
+    "load_snapshots",
     "ops",
     "partial_rope",
     "recurrent_gated_delta_rule",
     "report",
     "rms_norm",
     "rms_norm_gated",
+    "save_snapshots",
     "set_isa",
 ]

@@ -1,0 +1,170 @@
+"""States of a model's linear-attention layers as objects: pools, sequences that can roll back, snapshots.
+
+A sequence owns one row of every layer's conv_state and M = drafts + 1 slots of every layer's state. The operators
+change them in place; `StatePool.indices` says where. What is counted here is which of the M states is the current one:
+
+    pool.indices([sequence])           the arguments of a call that verifies up to M tokens
+    sequence.accept(a)                 a of its tokens became final: the next call starts from there
+    pool.settle(sequence)              afterwards a call in the one-slot form (a prompt) may follow
+"""
+
+import dataclasses
+
+import torch
+
+
+@dataclasses.dataclass
+class Sequence:
+    """A place in a pool. `accepted` tokens of the last call became final; `tokens` of all calls did."""
+
+    row: int
+    slots: list
+    accepted: int = 1
+    tokens: int = 0
+
+    def accept(self, count):
+        """After a call with slots per token: `count` of its tokens became final, at least one."""
+        if not 1 <= count <= len(self.slots):
+            raise ValueError(f"Sequence.accept: count: expected 1 to {len(self.slots)}, got {count}")
+        self.accepted = count
+        self.tokens += count
+
+    def advance(self, count):
+        """After a prompt in the one-slot form, or a step of one token: all became final."""
+        self.accepted = 1
+        self.tokens += count
+
+
+@dataclasses.dataclass
+class Snapshot:
+    """Everything that a sequence remembers after `tokens` tokens: conv [layers,D,W-1], state [layers,HV,K,V]."""
+
+    conv: torch.Tensor
+    state: torch.Tensor
+    tokens: int
+
+
+class StatePool:
+    """conv_state [rows,D,W-1+drafts] (anchored at its head) and state [slots,HV,K,V] for each of several layers."""
+
+    def __init__(
+        self,
+        layers,
+        sequences,
+        *,
+        HK,
+        HV,
+        K,
+        V,
+        width=4,
+        drafts=0,
+        dtype=torch.bfloat16,
+        state_dtype=torch.float32,
+        state_v_first=False,
+    ):
+        channels, self.width, self.depth = 2 * HK * K + HV * V, width, drafts + 1
+        # Token-major memory: a step reads and writes neighbouring channels.
+        rows = torch.zeros(layers, sequences, width - 1 + drafts, channels, dtype=dtype)
+        self.conv = rows.transpose(2, 3)
+        shape = (V, K) if state_v_first else (K, V)
+        self.state = torch.zeros(layers, sequences * self.depth, HV, *shape, dtype=state_dtype)
+        self._free = list(range(sequences))[::-1]
+
+    def layer(self, index):
+        """(conv_state, state) of a layer, for the operators."""
+        return self.conv[index], self.state[index]
+
+    def open(self):
+        """A sequence that remembers nothing."""
+        if not self._free:
+            raise RuntimeError(f"StatePool.open: expected a free row, got {self.conv.shape[1]} sequences in use")
+        row = self._free.pop()
+        sequence = Sequence(row, list(range(row * self.depth, (row + 1) * self.depth)))
+        self.conv[:, row].zero_()
+        self.state[:, sequence.slots[0]].zero_()
+        return sequence
+
+    def close(self, sequence):
+        """Gives the place back. The sequence must not be used afterwards."""
+        if sequence.row in self._free:
+            raise ValueError(f"StatePool.close: sequence: expected an open one, got row {sequence.row} twice")
+        self._free.append(sequence.row)
+
+    def indices(self, sequences, per_token=True):
+        """Arguments of an operator call. per_token: slots for every token, and where to start; else one slot each."""
+        if per_token:
+            slots = torch.tensor([s.slots for s in sequences])
+            return {"state_indices": slots, "num_accepted_tokens": torch.tensor([s.accepted for s in sequences])}
+        for s in sequences:
+            if s.accepted != 1:
+                raise ValueError(
+                    f"StatePool.indices: sequences: expected settled ones, got {s.accepted} accepted tokens"
+                )
+        return {"state_indices": torch.tensor([s.slots[0] for s in sequences])}
+
+    def rows(self, sequences):
+        """Their rows of conv_state."""
+        return torch.tensor([s.row for s in sequences])
+
+    def settle(self, sequence):
+        """Makes the current state the first one, so that nothing is left to roll back."""
+        a = sequence.accepted - 1
+        if a:
+            row = self.conv[:, sequence.row]
+            row[..., : self.width - 1] = row[..., a : a + self.width - 1].clone()
+            sequence.slots[0], sequence.slots[a] = sequence.slots[a], sequence.slots[0]
+            sequence.accepted = 1
+
+    def snapshot(self, sequence):
+        """A copy of what the sequence remembers now."""
+        a = sequence.accepted - 1
+        conv = self.conv[:, sequence.row, :, a : a + self.width - 1]
+        return Snapshot(conv.clone(), self.state[:, sequence.slots[a]].clone(), sequence.tokens)
+
+    def restore(self, snapshot, sequence):
+        """The sequence goes on as the snapshot's one would have, bit for bit."""
+        conv, state = self.conv[:, sequence.row, :, : self.width - 1], self.state[:, sequence.slots[0]]
+        for name, given, place in (("conv", snapshot.conv, conv), ("state", snapshot.state, state)):
+            if given.shape != place.shape or given.dtype != place.dtype:
+                expected, got = (f"{list(t.shape)} of {t.dtype}" for t in (place, given))
+                raise ValueError(f"StatePool.restore: snapshot.{name}: expected {expected}, got {got}")
+        conv.copy_(snapshot.conv)
+        state.copy_(snapshot.state)
+        sequence.accepted, sequence.tokens = 1, snapshot.tokens
+
+    def copy(self, source, target):
+        """target goes on where source is now."""
+        if source.row == target.row:
+            raise ValueError(f"StatePool.copy: target: expected another sequence, got row {source.row} twice")
+        a = source.accepted - 1
+        self.conv[:, target.row, :, : self.width - 1] = self.conv[:, source.row, :, a : a + self.width - 1]
+        self.state[:, target.slots[0]] = self.state[:, source.slots[a]]
+        target.accepted, target.tokens = 1, source.tokens
+
+    def fork(self, source):
+        """A new sequence that goes on where source is now."""
+        target = self.open()
+        self.copy(source, target)
+        return target
+
+
+def save_snapshots(path, snapshots):
+    """Writes a dict of snapshots as one safetensors file."""
+    from safetensors.torch import save_file
+
+    tensors = {
+        f"{name}.{part}": getattr(s, part).contiguous() for name, s in snapshots.items() for part in ("conv", "state")
+    }
+    save_file(tensors, path, metadata={name: str(s.tokens) for name, s in snapshots.items()})
+
+
+def load_snapshots(path):
+    """The dict of snapshots that save_snapshots wrote."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tokens = file.metadata() or {}
+        return {
+            name: Snapshot(file.get_tensor(f"{name}.conv"), file.get_tensor(f"{name}.state"), int(count))
+            for name, count in tokens.items()
+        }
