@@ -15,7 +15,6 @@ struct Output {
   std::int64_t width = 0;
   bool keys = false;  // as many heads as q and k, otherwise as v
 };
-using Views = std::vector<TensorView>;
 
 struct Stage {
   std::string name;
@@ -40,7 +39,6 @@ inline std::vector<Tensor> blank_outputs(const Stage& stage, const ChunkCase& c)
   }
   return out;
 }
-inline Views views_of(const std::vector<Tensor>& tensors) { return {tensors.begin(), tensors.end()}; }
 
 inline std::vector<Tensor> results(const Stage& stage, const ChunkCall& call) {
   std::vector<Tensor> out = blank_outputs(stage, call.c);

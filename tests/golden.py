@@ -1,16 +1,27 @@
 """The truth: one plain function per operator, written to be read. In float64 it is what results are compared with; in
-float32 the same code is the plain computation whose error sets the scale.
+float32 the same code is the plain computation whose error sets the scale. Convolution, norms and rotary embedding have
+files of their own and are reached from here.
 
-    conv tensors  x, y [T, D], weight [D, W], state [N, D, S] with the newest sample last, S >= W - 1
     gate tensors  a, b, g, beta, gc [HV, T];  A_log, dt_bias [HV]
     delta rule    q, k [HK, T, K], v, o, u, v_new [HV, T, V], w [HV, T, K]; value head h reads key head h // (HV // HK)
     of a chunk    A0, A [HV, T, C]: row t is token t, columns count from its chunk's start;  h [HV, NT, K, V]
     states        [N, HV, K, V]
-    rows          x [..., D], rstd [...]
     cu            list of N + 1 offsets: sequence n owns tokens cu[n] .. cu[n+1]-1; zero-length sequences are legal
 """
 
 import torch
+from golden_conv import causal_conv1d_bwd, causal_conv1d_fwd, causal_conv1d_update, to_head_major  # noqa: F401
+from golden_rows import (  # noqa: F401
+    mrope_axis,
+    mrope_cos_sin,
+    partial_rope_bwd,
+    partial_rope_fwd,
+    rms_norm_bwd,
+    rms_norm_fwd,
+    rms_norm_gated_bwd,
+    rms_norm_gated_fwd,
+    rms_norm_gated_hf,
+)
 
 
 # --- sequence boundaries ---------------------------------------------------------------------------------------------
@@ -30,116 +41,6 @@ def cu_from_position_ids(pos):
         return [t for t in range(pos.shape[1]) if t == 0 or not pos[:, t].any()] + [pos.shape[1]]
     p = pos.tolist()
     return [t for t in range(len(p)) if t == 0 or p[t] != p[t - 1] + 1] + [len(p)]
-
-
-# --- causal convolution ----------------------------------------------------------------------------------------------
-def _act(x, activation):
-    return x if activation is None else x * torch.sigmoid(x)
-
-
-def _act_grad(x, activation):
-    s = torch.sigmoid(x)
-    return torch.ones_like(x) if activation is None else s * (1 + x * (1 - s))
-
-
-def causal_conv1d_fwd(x, weight, bias=None, cu=None, initial_state=None, activation="silu"):
-    """y[t] = act(bias + sum_j weight[:, j] * x[t - (W-1) + j]); samples before a sequence come from its state or are 0.
-    Returns y, the pre-activation, and the final state = last S samples of (initial state, sequence)."""
-    (T, D), W = x.shape, weight.shape[1]
-    cu = [0, T] if cu is None else cu
-    h0 = x.new_zeros(len(cu) - 1, D, W - 1) if initial_state is None else initial_state
-    S = h0.shape[2]
-    pre, ht = torch.zeros_like(x), torch.zeros_like(h0)
-    for n in range(len(cu) - 1):
-        L = cu[n + 1] - cu[n]
-        xe = torch.cat([h0[n].T, x[cu[n] : cu[n + 1]]])  # [S + L, D]
-        acc = torch.zeros_like(xe[:L]) if bias is None else bias.expand(L, D).clone()
-        for j in range(W):
-            first = S - (W - 1) + j
-            acc = acc + weight[:, j] * xe[first : first + L]
-        pre[cu[n] : cu[n + 1]] = acc
-        ht[n] = xe[L:].T
-    return _act(pre, activation), pre, ht
-
-
-def causal_conv1d_bwd(x, weight, dy, bias=None, cu=None, initial_state=None, dht=None, activation="silu"):
-    """Gradients dx, dweight, dbias, dinitial_state. dht reaches both x and the old state."""
-    (T, D), W = x.shape, weight.shape[1]
-    cu = [0, T] if cu is None else cu
-    h0 = x.new_zeros(len(cu) - 1, D, W - 1) if initial_state is None else initial_state
-    S = h0.shape[2]
-    _, pre, _ = causal_conv1d_fwd(x, weight, bias, cu, h0, activation)
-    ge = dy * _act_grad(pre, activation)
-    dx, dw, dh0 = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(h0)
-    for n in range(len(cu) - 1):
-        L = cu[n + 1] - cu[n]
-        xe = torch.cat([h0[n].T, x[cu[n] : cu[n + 1]]])
-        dxe = torch.zeros_like(xe)
-        if dht is not None:
-            dxe[L:] += dht[n].T
-        g_n = ge[cu[n] : cu[n + 1]]
-        for j in range(W):
-            first = S - (W - 1) + j
-            dxe[first : first + L] += g_n * weight[:, j]
-            dw[:, j] += (g_n * xe[first : first + L]).sum(0)
-        dx[cu[n] : cu[n + 1]], dh0[n] = dxe[S:], dxe[:S].T
-    return dx, dw, ge.sum(0), dh0
-
-
-def to_head_major(y, head_num):
-    """Token-major [T, D] -> head-major [head_num, T, D / head_num]."""
-    return y.reshape(y.shape[0], head_num, -1).transpose(0, 1)
-
-
-def causal_conv1d_update(
-    x,
-    pool,
-    weight,
-    bias=None,
-    cu=None,
-    slots=None,
-    pad_slot=-1,
-    num_accepted=None,
-    cache_seqlens=None,
-    has_initial_state=None,
-    state_anchor="tail",
-    activation="silu",
-):
-    """x [T, D] packed, pool [slots, D, S] changed in place, returns y (0 for sequences whose slot is pad_slot).
-    has_initial_state[n] = False: the old row counts as zeros.
-    plain, tail:  history = last W-1 columns; the row becomes the last S columns of (row, new samples).
-    plain, head:  history = first W-1 columns, replaced by the last W-1 samples; later columns stay.
-    circular:     cache_seqlens[n] samples were written before; history and new samples sit at (count + i) mod S.
-    speculative:  num_accepted[n] = a >= 1 tokens of the previous call became final. The row is anchored at column 0:
-                  history = row[a-1 : a-1+W-1]; then row[0 : W-2] = its last W-2 samples, row[W-2 : W-2+L] = x."""
-    W, S, y = weight.shape[1], pool.shape[2], torch.zeros_like(x)
-    for n in range(len(cu) - 1):
-        L = cu[n + 1] - cu[n]
-        slot = n if slots is None else int(slots[n])
-        if slot == pad_slot or L == 0:
-            continue
-        xn, row = x[cu[n] : cu[n + 1]].T, pool[slot]  # [D, L], [D, S]
-        if has_initial_state is not None and not has_initial_state[n]:
-            row.zero_()
-        if num_accepted is not None:
-            a = int(num_accepted[n])
-            hist = row[:, a - 1 : a - 1 + W - 1].clone()
-        elif cache_seqlens is not None:
-            c = int(cache_seqlens[n])
-            hist = row[:, [(c - (W - 1) + i) % S for i in range(W - 1)]].clone()
-        else:
-            hist = (row[:, : W - 1] if state_anchor == "head" else row[:, S - (W - 1) :]).clone()
-        y[cu[n] : cu[n + 1]] = causal_conv1d_fwd(xn.T, weight, bias, None, hist[None], activation)[0]
-        if num_accepted is not None:
-            row[:, : W - 2], row[:, W - 2 : W - 2 + L] = hist[:, 1:], xn
-        elif cache_seqlens is not None:
-            for i in range(L):
-                row[:, (int(cache_seqlens[n]) + i) % S] = xn[:, i]
-        elif state_anchor == "head":
-            row[:, : W - 1] = torch.cat([hist, xn], 1)[:, L:]
-        else:
-            row.copy_(torch.cat([row, xn], 1)[:, L:])
-    return y
 
 
 # --- gates and l2norm ------------------------------------------------------------------------------------------------
@@ -201,83 +102,6 @@ def segment_map(k, v, g, beta):
         step = g[:, t, None, None].exp() * (torch.eye(K, dtype=v.dtype) - bt * kt * kt.mT)
         phi, s = step @ phi, step @ s + bt * kt * v[:, t, None, :]
     return phi, s
-
-
-# --- RMSNorm ---------------------------------------------------------------------------------------------------------
-def _gate_act(z, activation):
-    return torch.sigmoid(z) if activation == "sigmoid" else z * torch.sigmoid(z)
-
-
-def rms_norm_gated_fwd(x, z, weight, eps=1e-6, activation="silu"):
-    """y = weight * x / sqrt(mean x^2 + eps) * act(z), norm before gate, no intermediate rounding. Returns y, rstd."""
-    rstd = (x.square().mean(-1) + eps).rsqrt()
-    return weight * x * rstd[..., None] * _gate_act(z, activation), rstd
-
-
-def rms_norm_gated_bwd(x, z, weight, rstd, dy, activation="silu"):
-    """Gradients dx, dz, dweight (summed over all rows)."""
-    s, xh, act = torch.sigmoid(z), x * rstd[..., None], _gate_act(z, activation)
-    dact = s * (1 - s) if activation == "sigmoid" else s * (1 + z * (1 - s))
-    dxh = dy * weight * act
-    dx = rstd[..., None] * (dxh - xh * (dxh * xh).mean(-1, keepdim=True))
-    return dx, dy * weight * xh * dact, (dy * xh * act).reshape(-1, x.shape[-1]).sum(0)
-
-
-def rms_norm_gated_hf(x, z, weight, eps=1e-6, activation="silu"):
-    """Rounding order of Transformers for x of a 16-bit type: normalise in fp32, round to x.dtype, multiply by weight in
-    the promoted type of (weight, x) and round there, multiply by act(z) in fp32, round to x.dtype."""
-    xf = x.float()
-    xh = (xf * (xf.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
-    wide = torch.promote_types(weight.dtype, x.dtype)
-    wx = (weight.float() * xh.float()).to(wide)
-    return (wx.float() * _gate_act(z.float(), activation)).to(x.dtype)
-
-
-def rms_norm_fwd(x, weight, eps=1e-6):
-    """Zero-centred: y = x / sqrt(mean x^2 + eps) * (1 + weight). Returns y, rstd."""
-    rstd = (x.square().mean(-1) + eps).rsqrt()
-    return x * rstd[..., None] * (1 + weight), rstd
-
-
-def rms_norm_bwd(x, weight, rstd, dy):
-    """Gradients dx, dweight (summed over all rows)."""
-    xh = x * rstd[..., None]
-    dxh = dy * (1 + weight)
-    dx = rstd[..., None] * (dxh - xh * (dxh * xh).mean(-1, keepdim=True))
-    return dx, (dy * xh).reshape(-1, x.shape[-1]).sum(0)
-
-
-# --- rotary position embedding ---------------------------------------------------------------------------------------
-def mrope_axis(half_dim, section):
-    """Which position axis (0 time, 1 height, 2 width) drives frequency i in the interleaved layout."""
-    return [
-        1 if i % 3 == 1 and i < 3 * section[1] else 2 if i % 3 == 2 and i < 3 * section[2] else 0
-        for i in range(half_dim)
-    ]
-
-
-def mrope_cos_sin(pos, inv_freq, section):
-    """pos [3, ..., T] -> cos, sin [..., T, 2 * half], both halves equal. The angle is an fp32 product, as in models."""
-    axis = mrope_axis(inv_freq.shape[0], section)
-    angle = (pos.float()[axis].movedim(0, -1) * inv_freq.float()).double()
-    angle = torch.cat([angle, angle], -1)
-    return angle.cos(), angle.sin()
-
-
-def partial_rope_fwd(x, cos, sin):
-    """x [..., T, D]: rotate pairs (i, i + R/2) of the first R = cos.shape[-1] channels, pass the rest."""
-    R = cos.shape[-1]
-    x1, x2 = x[..., : R // 2], x[..., R // 2 : R]
-    (c1, c2), (s1, s2) = cos.chunk(2, -1), sin.chunk(2, -1)
-    return torch.cat([x1 * c1 - x2 * s1, x2 * c2 + x1 * s2, x[..., R:]], -1)
-
-
-def partial_rope_bwd(dy, cos, sin):
-    """Transpose of the rotation."""
-    R = cos.shape[-1]
-    d1, d2 = dy[..., : R // 2], dy[..., R // 2 : R]
-    (c1, c2), (s1, s2) = cos.chunk(2, -1), sin.chunk(2, -1)
-    return torch.cat([d1 * c1 + d2 * s2, d2 * c2 - d1 * s1, dy[..., R:]], -1)
 
 
 # --- stages of the chunked rule --------------------------------------------------------------------------------------

@@ -95,9 +95,14 @@ Tensor converted(const Tensor& t, DType dtype);
 inline Tensor wide(const Tensor& t) { return converted(t, DType::kF64); }
 // The values of a view in dense memory of their own.
 Tensor copied(const TensorView& t);
+using Views = std::vector<TensorView>;
+inline Views views_of(const std::vector<Tensor>& tensors) { return {tensors.begin(), tensors.end()}; }
 // An unwritten tensor of t's sizes.
 Tensor like(const Tensor& t);
 Tensor like(const Tensor& t, DType dtype, const Form& form = {});
+
+// FNV over the bytes of all tensors that there are.
+std::uint64_t checksum_of_all_tensors();
 
 // Offset, in elements, of element number i in logical order.
 std::int64_t offset_at(const TensorView& t, std::int64_t i);

@@ -1,24 +1,16 @@
-// chunk_local_cumsum at 4096 tokens, 32 heads, chunks of 64, fp32, head-major.
-#include <benchmark/benchmark.h>
-
-#include "ops/bench_data.h"
-#include "tidegate/chunk.h"
+// chunk_local_cumsum on the problem of chunk_bench.h.
+#include "ops/chunk_bench.h"
 
 namespace tidegate {
 namespace {
 
-constexpr std::int64_t kTokens = 4096;
-constexpr std::int64_t kHeads = 32;
-constexpr std::int64_t kChunk = 64;
+using namespace chunk_bench;
 
 void forward(benchmark::State& state, Isa isa) {
-  set_isa(isa);
-  const BenchTensor g(DType::kF32, {kHeads, kTokens});
-  const BenchTensor out(DType::kF32, {kHeads, kTokens});
-  const SeqLens seq = SeqLens::dense(1, kTokens);
-  for (auto _ : state) {
-    chunk_local_cumsum(g, out, kChunk, seq, {.layout = Layout::kNTD});
-  }
+  const BenchTensor g = gates();
+  const BenchTensor out = gates();
+  measure(state, isa, kHeads * kTokens,
+          [&](const SeqLens& seq) { chunk_local_cumsum(g, out, kChunk, seq, {.layout = kLayout}); });
   state.SetBytesProcessed(state.iterations() * (g.bytes() + out.bytes()));
 }
 

@@ -5,7 +5,7 @@
 #include <map>
 
 #include "ops/l2norm/reference.h"
-#include "toolkit.h"
+#include "row_norm_suite.h"
 
 namespace tidegate::test {
 namespace {
@@ -13,7 +13,6 @@ namespace {
 struct Norm {
   Tensor x, dy, rstd;
   DType y_type = DType::kF32;
-  Form form = {};
   double eps = 1e-6;
 
   Sizes leading() const {
@@ -24,24 +23,21 @@ struct Norm {
   DType sum_type() const { return x.view().dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
 };
 
-Norm make_norm(Random& random, DType dtype, DType y_type, const Sizes& sizes, const Form& form = {}) {
+Norm make_norm(Random& random, DType dtype, DType y_type, const Sizes& sizes) {
   Norm v;
-  v.form = form;
   v.y_type = y_type;
-  v.x = normal(random, dtype, sizes, form);
-  v.dy = normal(random, y_type, sizes, form);
+  v.x = normal(random, dtype, sizes);
+  v.dy = normal(random, y_type, sizes);
   v.rstd = Tensor(DType::kF32, v.leading());
   l2norm_fwd(v.x, Tensor(y_type, sizes), v.rstd, v.eps);
   return v;
 }
-Norm wide(const Norm& v) { return {wide(v.x), wide(v.dy), wide(v.rstd), DType::kF64, {}, v.eps}; }
+Norm wide(const Norm& v) { return {wide(v.x), wide(v.dy), wide(v.rstd), DType::kF64, v.eps}; }
 
 struct Forward {
   Tensor y, rstd;
 };
-Forward outputs_of(const Norm& v) {
-  return {Tensor(v.y_type, v.x.sizes(), v.form), Tensor(v.sum_type(), v.leading(), v.form)};
-}
+Forward outputs_of(const Norm& v) { return {Tensor(v.y_type, v.x.sizes()), Tensor(v.sum_type(), v.leading())}; }
 Forward forward(const Norm& v) {
   Forward out = outputs_of(v);
   l2norm_fwd(v.x, out.y, out.rstd, v.eps);
@@ -162,78 +158,17 @@ TEST(L2Norm, NaNStaysInItsRow) {
   });
 }
 
-TEST(L2Norm, BitsDoNotDependOnThreadsCallersOrNeighbours) {
-  for_each_isa([] {
-    Random random;
-    const Norm v = make_norm(random, DType::kBF16, DType::kBF16, {700, 100});
-    const Forward once = forward(v);
-    const Tensor dx = backward(v);
-    const auto again = [&] {
-      EXPECT_TRUE(same_bits(forward(v).y, once.y));
-      EXPECT_TRUE(same_bits(backward(v), dx));
-    };
-    for_each_thread_count(again);
-    on_eight_callers([&](int) { again(); });
-    const Tensor y(DType::kBF16, {3, 100});
-    l2norm_fwd(part(v.x, 0, 350, 353), y, Tensor(DType::kF32, {3}), v.eps);
-    EXPECT_TRUE(same_bits(y, part(once.y, 0, 350, 353)));
-  });
-}
-
-TEST(L2Norm, AnyMemory) {
-  for_each_isa([] {
-    for (const DType dtype : kKernelTypes) {
-      for (const std::int64_t D : {1, 7, 21, 131}) {
-        Random random(3);
-        const Norm dense = make_norm(random, dtype, dtype, {2, 3, 5, D});
-        const Forward once = forward(dense);
-        const Tensor dx = backward(dense);
-        for (const Form& form : {low(), padded(), low(reversed()), permuted({2, 0, 1, 3}, 3)}) {
-          Random again(3);
-          Norm v = make_norm(again, dtype, dtype, {2, 3, 5, D}, form);
-          v.form.order.clear();  // rstd has no last dimension
-          const Forward out = forward(v);
-          const Tensor got = backward(v);
-          EXPECT_TRUE(same_bits(out.y, once.y) && same_bits(out.rstd, once.rstd) && same_bits(got, dx));
-          EXPECT_TRUE(out.y.gaps_untouched() && out.rstd.gaps_untouched() && got.gaps_untouched());
-        }
-      }
-      Random random(5);  // one row, no leading dimension; and none at all
-      EXPECT_EQ(forward(make_norm(random, dtype, dtype, {9})).rstd.view().rank, 0);
-      forward(make_norm(random, dtype, dtype, {0, 9}));
-    }
-  });
-}
-
-TEST(L2Norm, CallersFlushToZeroDoesNotMatter) {
-  for_each_isa([] {
-    Random random;
-    Norm v = make_norm(random, DType::kF32, DType::kF32, {6, 21});
-    v.x.fill([&](std::int64_t) { return random.normal() * 1e-41; });
-    v.dy.fill([&](std::int64_t) { return random.normal() * 1e-41; });
-    const Forward once = forward(v);
-    const Tensor dx = backward(v);
-    ASSERT_NE(once.y.get(3), 0.0);
-    Forward out = outputs_of(v);
-    Tensor got = like(v.x);
-    const FlushDenormals flush;
-    l2norm_fwd(v.x, out.y, out.rstd, v.eps);
-    l2norm_bwd(v.dy, v.x, v.rstd, got, false);
-    EXPECT_TRUE(flush.still_set());
-    EXPECT_TRUE(same_bits(out.y, once.y) && same_bits(got, dx));
-  });
-}
-
+const RowNorm kNorm{1, false,
+                    [](const Views& in, const TensorView& y, const TensorView& rstd) { l2norm_fwd(in[0], y, rstd); },
+                    [](const Views& in, const TensorView& dy, const TensorView& rstd, const Views& out) {
+                      l2norm_bwd(dy, in[0], rstd, out[0]);
+                    }};
+TEST(L2Norm, BitsDoNotDependOnThreadsCallersOrNeighbours) { expect_bits_of_rows(kNorm); }
+TEST(L2Norm, AnyMemory) { expect_any_memory_of_rows(kNorm); }
+TEST(L2Norm, CallersFlushToZeroDoesNotMatter) { expect_rows_ignore_flush_to_zero(kNorm); }
 TEST(L2Norm, StreamedStoresHaveTheSameBits) {
-  Random random;
-  const Tensor source = sliding_source(random, DType::kBF16, 70000, 128);
-  for (const DType y_type : {DType::kF32, DType::kBF16}) {
-    for_each_isa([&] {
-      const Tensor rstd(DType::kF32, {70000});
-      expect_streamed_bits(y_type, 70000, 128,
-                           [&](const TensorView& y) { l2norm_fwd(sliding(source, 70000, 128), y, rstd); });
-    });
-  }
+  expect_streamed_rows(kNorm, DType::kBF16, DType::kF32);
+  expect_streamed_rows(kNorm, DType::kBF16, DType::kBF16);
 }
 
 TEST(L2Norm, Errors) {

@@ -5,14 +5,13 @@
 #include <map>
 
 #include "ops/rms_norm/reference.h"
-#include "toolkit.h"
+#include "row_norm_suite.h"
 
 namespace tidegate::test {
 namespace {
 
 struct Norm {
   Tensor x, weight, dy, rstd;
-  Form form = {};
   double eps = 1e-6;
 
   DType dtype() const { return x.view().dtype; }
@@ -24,22 +23,21 @@ struct Norm {
   }
 };
 
-Norm make_norm(Random& random, DType dtype, DType weight_type, const Sizes& sizes, const Form& form = {}) {
+Norm make_norm(Random& random, DType dtype, DType weight_type, const Sizes& sizes) {
   Norm v;
-  v.form = form;
-  v.x = normal(random, dtype, sizes, form);
+  v.x = normal(random, dtype, sizes);
   v.weight = normal(random, weight_type, {sizes.back()}, {}, 0.3);
-  v.dy = normal(random, dtype, sizes, form);
+  v.dy = normal(random, dtype, sizes);
   v.rstd = Tensor(DType::kF32, v.leading());
   rms_norm_fwd(v.x, v.weight, Tensor(dtype, sizes), v.rstd, v.eps);
   return v;
 }
-Norm wide(const Norm& v) { return {wide(v.x), wide(v.weight), wide(v.dy), wide(v.rstd), {}, v.eps}; }
+Norm wide(const Norm& v) { return {wide(v.x), wide(v.weight), wide(v.dy), wide(v.rstd), v.eps}; }
 
 struct Forward {
   Tensor y, rstd;
 };
-Forward outputs_of(const Norm& v) { return {like(v.x), Tensor(v.sum_type(), v.leading(), v.form)}; }
+Forward outputs_of(const Norm& v) { return {like(v.x), Tensor(v.sum_type(), v.leading())}; }
 Forward forward(const Norm& v) {
   Forward out = outputs_of(v);
   rms_norm_fwd(v.x, v.weight, out.y, out.rstd, v.eps);
@@ -157,84 +155,17 @@ TEST(RmsNorm, AnyGradientMayBeAbsent) {
   });
 }
 
-TEST(RmsNorm, BitsDoNotDependOnThreadsCallersOrNeighbours) {
-  for_each_isa([] {
-    Random random;
-    const Norm v = make_norm(random, DType::kBF16, DType::kBF16, {700, 100});
-    const Forward once = forward(v);
-    const Backward gradient = backward(v);
-    const auto again = [&] {
-      EXPECT_TRUE(same_bits(forward(v).y, once.y));
-      const Backward got = backward(v);
-      EXPECT_TRUE(same_bits(got.dx, gradient.dx) && same_bits(got.dweight, gradient.dweight));
-    };
-    for_each_thread_count(again);
-    on_eight_callers([&](int) { again(); });
-    const Tensor y(DType::kBF16, {3, 100});
-    rms_norm_fwd(part(v.x, 0, 350, 353), v.weight, y, Tensor(DType::kF32, {3}), v.eps);
-    EXPECT_TRUE(same_bits(y, part(once.y, 0, 350, 353)));
-  });
-}
-
-TEST(RmsNorm, AnyMemory) {
-  for_each_isa([] {
-    for (const DType dtype : kKernelTypes) {
-      for (const std::int64_t D : {1, 7, 21, 131}) {
-        Random random(3);
-        const Norm dense = make_norm(random, dtype, dtype, {2, 3, 5, D});
-        const Forward once = forward(dense);
-        const Backward gradient = backward(dense);
-        for (const Form& form : {low(), padded(), low(reversed()), permuted({2, 0, 1, 3}, 3)}) {
-          Random again(3);
-          Norm v = make_norm(again, dtype, dtype, {2, 3, 5, D}, form);
-          v.form.order.clear();  // rstd has no last dimension
-          const Forward out = forward(v);
-          const Backward got = backward(v);
-          EXPECT_TRUE(same_bits(out.y, once.y) && same_bits(out.rstd, once.rstd));
-          EXPECT_TRUE(same_bits(got.dx, gradient.dx) && same_bits(got.dweight, gradient.dweight));
-          EXPECT_TRUE(out.y.gaps_untouched() && out.rstd.gaps_untouched() && got.dx.gaps_untouched());
-        }
-      }
-      Random random(5);  // one row, no leading dimension; and none at all
-      EXPECT_EQ(forward(make_norm(random, dtype, dtype, {9})).rstd.view().rank, 0);
-      const Backward none = backward(make_norm(random, dtype, dtype, {0, 9}));
-      EXPECT_EQ(none.dweight.get(8), 0.0);
-    }
-  });
-}
-
-TEST(RmsNorm, CallersFlushToZeroDoesNotMatter) {
-  for_each_isa([] {
-    Random random;
-    Norm v = make_norm(random, DType::kF32, DType::kF32, {6, 21});
-    v.x.fill([&](std::int64_t) { return random.normal() * 1e-41; });
-    v.dy.fill([&](std::int64_t) { return random.normal() * 1e-39; });
-    v.rstd.fill(1.0);
-    const Forward once = forward(v);
-    const Backward gradient = backward(v);
-    ASSERT_NE(once.y.get(3), 0.0);
-    const Forward out = outputs_of(v);
-    const Backward got = gradients_of(v);
-    const FlushDenormals flush;
-    rms_norm_fwd(v.x, v.weight, out.y, out.rstd, v.eps);
-    rms_norm_bwd(v.dy, v.x, v.weight, v.rstd, got.dx, got.dweight);
-    EXPECT_TRUE(flush.still_set());
-    EXPECT_TRUE(same_bits(out.y, once.y));
-    EXPECT_TRUE(same_bits(got.dx, gradient.dx) && same_bits(got.dweight, gradient.dweight));
-  });
-}
-
+const RowNorm kNorm{
+    1, true, [](const Views& in, const TensorView& y, const TensorView& rstd) { rms_norm_fwd(in[0], in[1], y, rstd); },
+    [](const Views& in, const TensorView& dy, const TensorView& rstd, const Views& out) {
+      rms_norm_bwd(dy, in[0], in[1], rstd, out[0], out[1]);
+    }};
+TEST(RmsNorm, BitsDoNotDependOnThreadsCallersOrNeighbours) { expect_bits_of_rows(kNorm); }
+TEST(RmsNorm, AnyMemory) { expect_any_memory_of_rows(kNorm); }
+TEST(RmsNorm, CallersFlushToZeroDoesNotMatter) { expect_rows_ignore_flush_to_zero(kNorm); }
 TEST(RmsNorm, StreamedStoresHaveTheSameBits) {
-  for (const DType dtype : {DType::kF32, DType::kBF16}) {
-    Random random;
-    const Tensor source = sliding_source(random, dtype, 70000, 128);
-    const Tensor weight = normal(random, dtype, {128});
-    for_each_isa([&] {
-      const Tensor rstd(DType::kF32, {70000});
-      expect_streamed_bits(dtype, 70000, 128,
-                           [&](const TensorView& y) { rms_norm_fwd(sliding(source, 70000, 128), weight, y, rstd); });
-    });
-  }
+  expect_streamed_rows(kNorm, DType::kF32, DType::kF32);
+  expect_streamed_rows(kNorm, DType::kBF16, DType::kBF16);
 }
 
 TEST(RmsNorm, Errors) {

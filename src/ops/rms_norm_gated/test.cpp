@@ -5,6 +5,7 @@
 #include <map>
 
 #include "ops/rms_norm_gated/test_case.h"
+#include "row_norm_suite.h"
 
 namespace tidegate::test {
 namespace {
@@ -199,88 +200,19 @@ TEST(RmsNormGated, AnyGradientMayBeAbsentAndRoundingDoesNotChangeThem) {
   });
 }
 
-TEST(RmsNormGated, BitsDoNotDependOnThreadsCallersOrNeighbours) {
-  for_each_isa([] {
-    Random random;
-    const GatedNorm v = make_gated(random, DType::kBF16, DType::kBF16, {700, 100});
-    const GatedForward once = forward(v);
-    const GatedBackward gradient = backward(v);
-    const auto again = [&] {
-      EXPECT_TRUE(same_bits(forward(v).y, once.y));
-      expect_same(backward(v), gradient);
-    };
-    for_each_thread_count(again);
-    on_eight_callers([&](int) { again(); });
-    const Tensor y(DType::kBF16, {3, 100});
-    rms_norm_gated_fwd(part(v.x, 0, 350, 353), part(v.z, 0, 350, 353), v.weight, y, Tensor(DType::kF32, {3}),
-                       v.options);
-    EXPECT_TRUE(same_bits(y, part(once.y, 0, 350, 353)));
-  });
-}
-
-TEST(RmsNormGated, AnyMemory) {
-  for_each_isa([] {
-    for (const DType dtype : kKernelTypes) {
-      for (const std::int64_t D : {1, 7, 21, 131}) {
-        Random random(3);
-        const GatedNorm dense = make_gated(random, dtype, dtype, {2, 3, 5, D});
-        const GatedForward once = forward(dense);
-        const GatedBackward gradient = backward(dense);
-        for (const Form& form : {low(), padded(), low(reversed()), permuted({2, 0, 1, 3}, 3)}) {
-          Random again(3);
-          const GatedNorm v = make_gated(again, dtype, dtype, {2, 3, 5, D}, {}, form);
-          const GatedForward out = forward(v);
-          const GatedBackward got = backward(v);
-          EXPECT_TRUE(same_bits(out.y, once.y) && same_bits(out.rstd, once.rstd));
-          expect_same(got, gradient);
-          EXPECT_TRUE(out.y.gaps_untouched() && out.rstd.gaps_untouched());
-          EXPECT_TRUE(got.dx.gaps_untouched() && got.dz.gaps_untouched());
-        }
-        // x head-major, y token-major: what the output projection wants.
-        const Tensor y(dtype, {2, 3, 5, D}, permuted({0, 2, 1, 3}));
-        rms_norm_gated_fwd(dense.x, dense.z, dense.weight, y, Tensor(DType::kF32, {2, 3, 5}), {});
-        EXPECT_TRUE(same_bits(y, once.y));
-      }
-      Random random(5);  // one row, no leading dimension; and none at all
-      EXPECT_EQ(forward(make_gated(random, dtype, dtype, {9})).rstd.view().rank, 0);
-      EXPECT_EQ(backward(make_gated(random, dtype, dtype, {0, 9})).dweight.get(8), 0.0);
-    }
-  });
-}
-
-TEST(RmsNormGated, CallersFlushToZeroDoesNotMatter) {
-  for_each_isa([] {
-    Random random;
-    GatedNorm v = make_gated(random, DType::kF32, DType::kF32, {6, 21});
-    v.weight.fill([&](std::int64_t c) { return random.normal() * (c % 2 == 0 ? 1e-40 : 1.0); });
-    v.dy.fill([&](std::int64_t) { return random.normal() * 1e-39; });
-    const GatedForward once = forward(v);
-    const GatedBackward gradient = backward(v);
-    ASSERT_NE(once.y.get(4), 0.0);
-    const GatedForward out = outputs_of(v);
-    const GatedBackward got = gradients_of(v);
-    const FlushDenormals flush;
-    rms_norm_gated_fwd(v.x, v.z, v.weight, out.y, out.rstd, v.options);
-    rms_norm_gated_bwd(v.dy, v.x, v.z, v.weight, v.rstd, got.dx, got.dz, got.dweight, v.options);
-    EXPECT_TRUE(flush.still_set());
-    EXPECT_TRUE(same_bits(out.y, once.y));
-    expect_same(got, gradient);
-  });
-}
-
+const RowNorm kNorm{2, true,
+                    [](const Views& in, const TensorView& y, const TensorView& rstd) {
+                      rms_norm_gated_fwd(in[0], in[1], in[2], y, rstd);
+                    },
+                    [](const Views& in, const TensorView& dy, const TensorView& rstd, const Views& out) {
+                      rms_norm_gated_bwd(dy, in[0], in[1], in[2], rstd, out[0], out[1], out[2]);
+                    }};
+TEST(RmsNormGated, BitsDoNotDependOnThreadsCallersOrNeighbours) { expect_bits_of_rows(kNorm); }
+TEST(RmsNormGated, AnyMemory) { expect_any_memory_of_rows(kNorm); }
+TEST(RmsNormGated, CallersFlushToZeroDoesNotMatter) { expect_rows_ignore_flush_to_zero(kNorm); }
 TEST(RmsNormGated, StreamedStoresHaveTheSameBits) {
-  for (const DType dtype : {DType::kF32, DType::kBF16}) {
-    Random random;
-    const Tensor source = sliding_source(random, dtype, 70000, 128);
-    const Tensor gate = sliding_source(random, dtype, 70000, 128);
-    const Tensor weight = normal(random, dtype, {128});
-    for_each_isa([&] {
-      const Tensor rstd(DType::kF32, {70000});
-      expect_streamed_bits(dtype, 70000, 128, [&](const TensorView& y) {
-        rms_norm_gated_fwd(sliding(source, 70000, 128), sliding(gate, 70000, 128), weight, y, rstd);
-      });
-    });
-  }
+  expect_streamed_rows(kNorm, DType::kF32, DType::kF32);
+  expect_streamed_rows(kNorm, DType::kBF16, DType::kBF16);
 }
 
 }  // namespace

@@ -10,7 +10,6 @@ namespace tidegate::test {
 struct GatedNorm {
   Tensor x, z, weight, dy, rstd;
   RmsNormGatedOptions options = {};
-  Form form = {};
 
   DType dtype() const { return x.view().dtype; }
   DType sum_type() const { return dtype() == DType::kF64 ? DType::kF64 : DType::kF32; }
@@ -27,11 +26,7 @@ struct GatedBackward {
   Tensor dx, dz, dweight;
 };
 
-inline GatedForward outputs_of(const GatedNorm& v) {
-  Form form = v.form;
-  form.order.clear();  // rstd has no last dimension
-  return {like(v.x), Tensor(v.sum_type(), v.leading(), form)};
-}
+inline GatedForward outputs_of(const GatedNorm& v) { return {like(v.x), Tensor(v.sum_type(), v.leading())}; }
 inline GatedForward forward(const GatedNorm& v) {
   GatedForward out = outputs_of(v);
   rms_norm_gated_fwd(v.x, v.z, v.weight, out.y, out.rstd, v.options);
@@ -58,19 +53,18 @@ inline GatedBackward plain_backward(const GatedNorm& v) {
 }
 
 inline GatedNorm make_gated(Random& random, DType dtype, DType weight_type, const Sizes& sizes,
-                            const RmsNormGatedOptions& options = {}, const Form& form = {}) {
+                            const RmsNormGatedOptions& options = {}) {
   GatedNorm v;
   v.options = options;
-  v.form = form;
-  v.x = normal(random, dtype, sizes, form);
-  v.z = normal(random, dtype, sizes, form, 2.0);
-  v.dy = normal(random, dtype, sizes, form);
+  v.x = normal(random, dtype, sizes);
+  v.z = normal(random, dtype, sizes, {}, 2.0);
+  v.dy = normal(random, dtype, sizes);
   v.weight = normal(random, weight_type, {sizes.back()});
   v.rstd = forward(v).rstd;
   return v;
 }
 inline GatedNorm wide(const GatedNorm& v) {
-  return {wide(v.x), wide(v.z), wide(v.weight), wide(v.dy), wide(v.rstd), v.options, {}};
+  return {wide(v.x), wide(v.z), wide(v.weight), wide(v.dy), wide(v.rstd), v.options};
 }
 
 }  // namespace tidegate::test
