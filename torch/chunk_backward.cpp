@@ -14,6 +14,7 @@ void dv_local_out(Tensor q, Tensor k, Tensor d_o, Tensor gc, Optional cu_seqlens
   constexpr std::string_view op = "chunk_bwd_dv_local";
   const Layout layout = parse_layout(op, layout_name);
   const TensorView qv = dense(op, "q", q);
+  check_apart(op, {{"dv", dv}}, {{"cu_seqlens", cu_seqlens}});
   chunk_bwd_dv_local(qv, dense(op, "k", k), dense(op, "do", d_o), view(op, "gc", gc), view(op, "dv", dv),
                      boundaries_of(op, "q", qv, layout, false, cu_seqlens), {scale, chunk_size, layout});
 }
@@ -31,6 +32,7 @@ void dhu_out(Tensor q, Tensor k, Tensor w, Tensor d_o, Tensor dv, Tensor gc, Opt
   constexpr std::string_view op = "chunk_gated_delta_rule_bwd_dhu";
   const Layout layout = parse_layout(op, layout_name);
   const TensorView qv = dense(op, "q", q);
+  check_apart(op, {{"dh", dh}, {"dh0", dh0}, {"dv2", dv2}}, {{"cu_seqlens", cu_seqlens}});
   chunk_gated_delta_rule_bwd_dhu(
       qv, dense(op, "k", k), dense(op, "w", w), dense(op, "do", d_o), dense(op, "dv", dv), view(op, "gc", gc),
       dense(op, "dfinal_state", dfinal_state), view(op, "dh", dh), view(op, "dh0", dh0), view(op, "dv2", dv2),
@@ -64,6 +66,7 @@ void dqkwg_out(Tensor q, Tensor k, Tensor v_new, Tensor gc, Tensor h, Tensor d_o
   constexpr std::string_view op = "chunk_bwd_dqkwg";
   const Layout layout = parse_layout(op, layout_name);
   const TensorView qv = dense(op, "q", q);
+  check_apart(op, {{"dq", dq}, {"dk", dk}, {"dw", dw}, {"dg", dg}}, {{"cu_seqlens", cu_seqlens}});
   chunk_bwd_dqkwg(qv, dense(op, "k", k), dense(op, "v_new", v_new), view(op, "gc", gc), dense(op, "h", h),
                   dense(op, "do", d_o), dense(op, "dh", dh), dense(op, "dv2", dv2), view(op, "dq", dq),
                   view(op, "dk", dk), view(op, "dw", dw), view(op, "dg", dg),
@@ -89,6 +92,7 @@ void wy_da_out(Tensor k, Tensor v, Tensor beta, Tensor A, Tensor dw, Tensor du, 
   constexpr std::string_view op = "prepare_wy_repr_bwd_da";
   const Layout layout = parse_layout(op, layout_name);
   const TensorView kv = dense(op, "k", k);
+  check_apart(op, {{"dA", dA}}, {{"cu_seqlens", cu_seqlens}});
   prepare_wy_repr_bwd_da(kv, dense(op, "v", v), view(op, "beta", beta), dense(op, "A", A), dense(op, "dw", dw),
                          dense(op, "du", du), view(op, "gc", gc), view(op, "dA", dA),
                          boundaries_of(op, "k", kv, layout, false, cu_seqlens), layout);
@@ -115,6 +119,7 @@ void wy_full_out(Tensor k, Tensor v, Tensor beta, Tensor A, Tensor dA, Tensor dw
   constexpr std::string_view op = "prepare_wy_repr_bwd_full";
   const Layout layout = parse_layout(op, layout_name);
   const TensorView kv = dense(op, "k", k);
+  check_apart(op, {{"dk", dk}, {"dv", dv}, {"dbeta", dbeta}, {"dg", dg}}, {{"cu_seqlens", cu_seqlens}});
   prepare_wy_repr_bwd_full(kv, dense(op, "v", v), view(op, "beta", beta), dense(op, "A", A), dense(op, "dA", dA),
                            dense(op, "dw", dw), dense(op, "du", du), view(op, "gc", gc), view(op, "dk", dk),
                            view(op, "dv", dv), view(op, "dbeta", dbeta), view(op, "dg", dg),
@@ -133,6 +138,7 @@ void wy_out(Tensor k, Tensor v, Tensor beta, Tensor A, Tensor dw, Tensor du, Ten
   constexpr std::string_view op = "prepare_wy_repr_bwd";
   const Layout layout = parse_layout(op, layout_name);
   const TensorView kv = dense(op, "k", k);
+  check_apart(op, {{"dk", dk}, {"dv", dv}, {"dbeta", dbeta}, {"dg", dg}}, {{"cu_seqlens", cu_seqlens}});
   prepare_wy_repr_bwd(kv, dense(op, "v", v), view(op, "beta", beta), dense(op, "A", A), dense(op, "dw", dw),
                       dense(op, "du", du), view(op, "gc", gc), view(op, "dk", dk), view(op, "dv", dv),
                       view(op, "dbeta", dbeta), view(op, "dg", dg),

@@ -46,6 +46,12 @@ void run(Inputs in, const Tensor* given, Tensor* made) {
   o.state_v_first = in.state_v_first;
   o.scale = in.scale;
   o.norm = {in.eps, parse_activation(op, in.activation), parse_rounding(op, in.norm_rounding)};
+  check_apart(
+      op, {{"conv_state", in.conv_state}, {"state", in.state}, {"y", given != nullptr ? Optional(*given) : Optional()}},
+      {{"cu_seqlens", in.cu_seqlens},
+       {"state_indices", in.state_indices},
+       {"conv_indices", in.conv_indices},
+       {"num_accepted_tokens", in.num_accepted_tokens}});
   if (made != nullptr) {
     check(in.HV >= 1 && in.V >= 1, op, ": HV: expected >= 1, as V, got ", in.HV, " and ", in.V);
     *made = empty({mixed.size(0), in.HV * in.V}, scalar_type(mixed.dtype));

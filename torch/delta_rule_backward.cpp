@@ -121,6 +121,16 @@ void bwd_out(Optional d_o, Optional dfinal_state, Tensor q, Tensor k, Tensor v, 
           layout,
           out_layout};
   const RuleCall c = call_of(x);
+  check_apart(kOp,
+              {{"dq", dq},
+               {"dk", dk},
+               {"dv", dv},
+               {"dg", dg},
+               {"dbeta", dbeta},
+               {"dh0", dh0},
+               {"dA_log", dA_log},
+               {"ddt_bias", ddt_bias}},
+              {{"cu_seqlens", cu_seqlens}});
   run(x, c,
       {view(kOp, "dq", dq), view(kOp, "dk", dk), view(kOp, "dv", dv), view(kOp, "dg", dg), view(kOp, "dbeta", dbeta),
        view(kOp, "dh0", dh0), view(kOp, "dA_log", dA_log), view(kOp, "ddt_bias", ddt_bias)});

@@ -65,13 +65,17 @@ void run_pool(Inputs in, const Pool& pool, const Tensor* given, Tensor* made) {
   Call c = make_call(op, in);
   const SlotIndices indices = slot_indices(op, pool.state_indices, c.seq);
   const auto accepted = per_sequence(op, "num_accepted_tokens", pool.num_accepted_tokens, c.seq);
-  const auto initial = per_sequence(op, "has_initial_state", pool.has_initial_state, c.seq);
-  const std::vector<std::uint8_t> has_initial(initial.begin(), initial.end());
+  const auto has_initial = per_sequence_flags(op, "has_initial_state", pool.has_initial_state, c.seq);
   c.options.state_indices = indices.slots;
   c.options.states_per_sequence = indices.per_sequence;
   c.options.num_accepted_tokens = accepted;
   c.options.has_initial_state = has_initial;
   c.options.null_slot = pool.null_slot;
+  check_apart(op, {{"state", pool.state}, {"o", given != nullptr ? Optional(*given) : Optional()}},
+              {{"cu_seqlens", in.cu_seqlens},
+               {"state_indices", pool.state_indices},
+               {"num_accepted_tokens", pool.num_accepted_tokens},
+               {"has_initial_state", pool.has_initial_state}});
   if (made != nullptr) {
     *made = empty_like(c.v);
   }
@@ -157,6 +161,7 @@ void fwd_out(Tensor q, Tensor k, Tensor v, Optional g, Tensor beta, Optional ini
             state_v_first,
             layout};
   const Call c = make_call(kFwd, in);
+  check_apart(kFwd, {{"o", o}, {"final_state", final_state}}, {{"cu_seqlens", cu_seqlens}});
   recurrent_gated_delta_rule_fwd(c.q, c.k, c.v, c.g, c.gk, c.beta, dense(kFwd, "initial_state", initial_state),
                                  view(kFwd, "o", o), view(kFwd, "final_state", final_state), c.seq, c.options);
 }

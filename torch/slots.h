@@ -24,12 +24,19 @@ inline SlotIndices slot_indices(std::string_view op, const Tensor& state_indices
 
 // An optional list of one entry per sequence. To the core an empty list is an absent one, so one that is given and
 // empty is refused here.
-inline std::vector<std::int64_t> per_sequence(std::string_view op, std::string_view name, const Optional& t,
-                                              const SeqLens& seq) {
-  auto list = integers(op, name, t);
+template <class List>
+List checked_list(std::string_view op, std::string_view name, const Optional& t, const SeqLens& seq, List list) {
   check(!t.has_value() || !list.empty() || seq.count() == 0, op, ": ", name, ": expected ", seq.count(),
         " entries (one per sequence), got 0");
   return list;
+}
+inline std::vector<std::int64_t> per_sequence(std::string_view op, std::string_view name, const Optional& t,
+                                              const SeqLens& seq) {
+  return checked_list(op, name, t, seq, integers(op, name, t));
+}
+inline std::vector<std::uint8_t> per_sequence_flags(std::string_view op, std::string_view name, const Optional& t,
+                                                    const SeqLens& seq) {
+  return checked_list(op, name, t, seq, booleans(op, name, t));
 }
 
 // Boundaries of packed tokens. Without cu_seqlens it is a decode step: every token is a sequence.

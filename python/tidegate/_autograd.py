@@ -155,17 +155,22 @@ RULE_OPTIONS = "scale use_qk_l2norm beta_sigmoid beta_scale state_v_first zero_r
 
 
 def _rule_setup(ctx, inputs, keyword_only_inputs, output):
-    *tensors, snapshot_at = inputs
-    ctx.save_for_backward(*tensors, output[2] if keyword_only_inputs["save_states"] else None)
-    ctx.options = {k: keyword_only_inputs[k] for k in RULE_OPTIONS}
-    ctx.mark_non_differentiable(output[2])
+    *tensors, _ = inputs
+    saves = keyword_only_inputs.get("save_states", False)
+    ctx.save_for_backward(*tensors, output[2] if saves else None)
+    ctx.options = {k: keyword_only_inputs[k] for k in RULE_OPTIONS if k in keyword_only_inputs}
+    ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
+    ctx.token_sequences = False
 
 
 @_gradient("chunk_gated_delta_rule_fwd", _rule_setup)
-def _(ctx, do, dfinal_state, _dsnapshots):
+def _rule_backward(ctx, do, dfinal_state, *_):
     *inputs, states = ctx.saved_tensors
-    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias = inputs
+    if ctx.token_sequences:
+        inputs[6] = torch.arange(inputs[1].shape[-3 if ctx.options["layout"] == "TND" else -2] + 1)
+    if inputs[3] is None:  # the recurrence may have no decay
+        inputs[3] = torch.zeros_like(inputs[4])
     if dfinal_state is not None and dfinal_state.dim() == 1:  # of a final state that was not asked for
         dfinal_state = None
     asked = (*ctx.needs_input_grad, *[False] * 10)  # torch leaves out what was not given at the end
@@ -177,6 +182,26 @@ def _(ctx, do, dfinal_state, _dsnapshots):
         if asked[place]:
             gradients[place] = gradient.to(inputs[place].dtype)
     return tuple(gradients)
+
+
+def _recurrent_setup(ctx, inputs, keyword_only_inputs, output):
+    _rule_setup(ctx, inputs, keyword_only_inputs, output)
+    beta, cu_seqlens, gk = inputs[4], inputs[6], inputs[9]
+    # Without boundaries every token of a packed layout is a sequence of its own.
+    ctx.token_sequences = cu_seqlens is None and keyword_only_inputs["layout"] in ("TND", "NTD")
+    ctx.other_rule = "gk" if gk is not None else "beta" if beta.dim() == inputs[2].dim() else None
+
+
+@_gradient("recurrent_gated_delta_rule_fwd", _recurrent_setup)
+def _(ctx, do, dfinal_state):
+    """The same function of its inputs as the chunk form, as long as its gates are one number a head."""
+    if ctx.other_rule is not None:
+        name, what = "recurrent_gated_delta_rule_fwd", {"gk": "None", "beta": "one number for every head"}
+        raise RuntimeError(
+            f"{name}: {ctx.other_rule}: expected {what[ctx.other_rule]} where a gradient is wanted, got a tensor with "
+            "channels"
+        )
+    return _rule_backward(ctx, do, dfinal_state)
 
 
 def _cumsum_setup(ctx, inputs, keyword_only_inputs, output):
@@ -224,7 +249,7 @@ def _refuse_grad_mode(name, overload):
                 torch.autograd.graph.increment_version(value)
         return result
 
-    direct[op] = kernel
+    direct[op] = _refuse_tangents(name, kernel)
     for key in ("Autograd", "ADInplaceOrView"):  # the second alone is reached in inference mode
         lib.impl(op._name, kernel, key)
 
@@ -235,11 +260,7 @@ for _name in names:
     for _overload in getattr(ops, _name).overloads():
         if getattr(getattr(ops, _name), _overload)._schema.is_mutable:
             _refuse_grad_mode(_name, _overload)
-for _name in (
-    "recurrent_gated_delta_rule_fwd",  # the same function: chunk_gated_delta_rule_bwd will serve it
-    "gdn_segment_map",
-    "gdn_segment_combine",
-):
+for _name in ("gdn_segment_map", "gdn_segment_combine"):
     _refuse_gradient(_name, "a gradient is not supported yet: use it under torch.no_grad()")
 _refuse_gradient("mrope_cos_sin", "a gradient of the position tables is not supported")
 for _name in (

@@ -5,6 +5,7 @@ may be symbols: a call is refused when it is known to be wrong; otherwise nothin
 
     *      any number of leading dimensions         @H   batch, tokens and heads H in the order of the layout
     ?B     may be left out                          #H   the same with chunks in the place of tokens
+    V?     the same at the end
     K^V    V,K with state_v_first                   x    input of the convolution    y   its output, as head_num says
 """
 
@@ -46,6 +47,8 @@ _RULE = (
     f"k @HK,K float; v @HV,V same; q @HK,K same; g @HV match; beta @HV match; {_PACKED}; A_log HV float; "
     "dt_bias HV float"
 )
+# The recurrence: no boundaries make every token of a packed layout a sequence.
+_TOKENS = _RULE.replace("beta @HV match", "beta @HV,V? match; gk @HV,K match")
 _GATING = "a @H float; b @H same; A_log H float; dt_bias H float"
 _WY = (
     "k @HK,K float; v @HV,V same; beta @HV inter; A @HV,C inter; gc @HV wide; dw @HV,K inter; "
@@ -67,6 +70,15 @@ CONTRACTS = {
     "dh0 N,HV,K^V pool; dA_log HV wide; ddt_bias HV wide",
     "chunk_gated_delta_rule_pool": f"{_RULE}; state slots,HV,K^V pool; state_indices N index; "
     "has_initial_state N flag; o @HV,V same",
+    "recurrent_gated_delta_rule": f"{_TOKENS}; state slots,HV,K^V pool; state_indices N,slots_each? index; "
+    "num_accepted_tokens N index; has_initial_state N flag; o @HV,V same",
+    "recurrent_gated_delta_rule_fwd": f"{_TOKENS}; initial_state N,HV,K^V pool; o @HV,V same; "
+    "final_state N,HV,K^V pool",
+    "gdn_packed_decode": f"mixed T,M kernel; z T,Z same; a T,HV same; b T,G same; {_PACKED}; "
+    "conv_weight D,W float; conv_state rows,D,S same; conv_bias D float; A_log HV float; dt_bias HV float; "
+    "state slots,HV,K^V pool; "
+    "norm_weight V float; state_indices N,slots_each? index; conv_indices N index; num_accepted_tokens N index; "
+    "y T,Z same",
     "gdn_segment_map": f"{_RULE}; phi N,HV,K,K wide; s N,HV,K,V wide",
     "gdn_segment_combine": "phi1 *,K,K sum; s1 *,K,V same; phi2 *,K,K same; s2 *,K,V same; phi *,K,K same; "
     "s *,K,V same",
@@ -156,6 +168,8 @@ def _check_shape(op, name, tensor, names, d):
         first = int(names[0][1:]) if names[0][1:].isdigit() else names[0][1:]
         given = len(shape) == len(names) and (first in d or isinstance(first, int))
         names = [first, *names[1:]] if given else names[1:]
+    if str(names[-1])[-1] == "?":
+        names = [*names[:-1], names[-1][:-1]] if len(shape) == len(names) else names[:-1]
     if names[0] == "*":
         rest = names[1:]
         lead = d.setdefault("*", shape[: max(0, len(shape) - len(rest))])
@@ -181,7 +195,12 @@ def _check_shape(op, name, tensor, names, d):
 
 def check(op, given):
     """Raises ValueError or TypeError for tensors that do not fit the contract. given: all arguments by name."""
-    d = {"tokens": given["tokens"]} if "tokens" in given else {}  # sizes by name
+    d = {name: given[name] for name in ("tokens", "HK", "HV", "K", "V") if name in given}  # sizes by name
+    if op == "gdn_packed_decode":
+        separate = given["projection"] == "qkv"
+        d["Z"] = d["HV"] * d["V"]
+        d["D"] = 2 * d["HK"] * d["K"] + d["Z"]
+        d["M"], d["G"] = (d["D"], d["HV"]) if separate else (d["D"] + d["Z"], 2 * d["HV"])
     data = None
     contract = CONTRACTS.get(op, ())
     if "chunk_size" in given and any("C" in item[1] or "#" in item[1] for item in contract):
@@ -196,7 +215,8 @@ def check(op, given):
     for name, text, kind in contract:
         tensor = given.get(name)
         if name == "cu_seqlens" and tensor is None:
-            d["N"] = d.get("B", 1)
+            decodes = op.startswith(("recurrent", "gdn_packed")) and "B" not in d
+            d["N"] = d["T"] if decodes else d.get("B", 1)
             if "C" in d:
                 d["NT"] = (d["T"] + d["C"] - 1) // d["C"]
         if tensor is None:

@@ -160,7 +160,10 @@ Problem check_call(std::string_view op, const Tensors& t, const SeqLens& seq, co
                  {"conv_bias", t.conv_bias},
                  {"A_log", t.A_log},
                  {"dt_bias", t.dt_bias},
-                 {"norm_weight", t.norm_weight}});
+                 {"norm_weight", t.norm_weight},
+                 {"state_indices", list_view(o.state_indices)},
+                 {"conv_indices", list_view(o.conv_indices)},
+                 {"num_accepted_tokens", list_view(o.num_accepted_tokens)}});
   return p;
 }
 

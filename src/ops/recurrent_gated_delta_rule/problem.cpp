@@ -60,7 +60,10 @@ void check_memory(std::string_view op, const Tensors& t, const Options& options,
                  {"beta", t.beta},
                  initial,
                  {"A_log", options.A_log},
-                 {"dt_bias", options.dt_bias}});
+                 {"dt_bias", options.dt_bias},
+                 {"state_indices", list_view(options.state_indices)},
+                 {"num_accepted_tokens", list_view(options.num_accepted_tokens)},
+                 {"has_initial_state", list_view(options.has_initial_state)}});
 }
 
 template <class Span>
