@@ -105,6 +105,13 @@ void pool_out(Tensor q, Tensor k, Tensor v, Optional g, Tensor beta, Tensor stat
 
 constexpr std::string_view kFwd = "recurrent_gated_delta_rule_fwd";
 
+// States of the functional form are as wide as sums are.
+void check_wide_state(const Call& c, std::string_view name, const TensorView& t) {
+  const DType wide = c.k.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  check(!t.defined() || t.dtype == wide, kFwd, ": ", name, ": expected dtype ", dtype_name(wide), ", got dtype ",
+        dtype_name(t.dtype));
+}
+
 std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, Optional g, Tensor beta, Optional initial_state,
                                Optional cu_seqlens, Optional A_log, Optional dt_bias, Optional gk,
                                std::optional<double> scale, bool output_final_state, bool use_qk_l2norm,
@@ -126,6 +133,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, Optional g, Tensor 
             layout};
   const Call c = make_call(kFwd, in);
   const TensorView initial = dense(kFwd, "initial_state", initial_state);
+  check_wide_state(c, "initial_state", initial);
   Tensor o = empty_like(c.v);
   const ScalarType wide = c.k.dtype == DType::kF64 ? ScalarType::Double : ScalarType::Float;
   if (!output_final_state) {
@@ -162,6 +170,8 @@ void fwd_out(Tensor q, Tensor k, Tensor v, Optional g, Tensor beta, Optional ini
             layout};
   const Call c = make_call(kFwd, in);
   check_apart(kFwd, {{"o", o}, {"final_state", final_state}}, {{"cu_seqlens", cu_seqlens}});
+  check_wide_state(c, "initial_state", view(kFwd, "initial_state", initial_state));
+  check_wide_state(c, "final_state", view(kFwd, "final_state", final_state));
   recurrent_gated_delta_rule_fwd(c.q, c.k, c.v, c.g, c.gk, c.beta, dense(kFwd, "initial_state", initial_state),
                                  view(kFwd, "o", o), view(kFwd, "final_state", final_state), c.seq, c.options);
 }

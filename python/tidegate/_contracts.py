@@ -39,6 +39,7 @@ LIMITS = {  # of a dimension: what is expected, and what would be wrong
     "L": ("a state length >= taps - 1 ({W} taps)", lambda d: (d["L"] < d["W"] - 1,)),
     "R": ("an even R from 2 to {D}", lambda d: (d["R"] < 2, d["R"] % 2 != 0, d["R"] > d["D"])),
     "N": ("at least 2 entries", lambda d: (d["N"] < 1,)),
+    "slots_each": ("at least 1 column", lambda d: (d["slots_each"] < 1,)),
 }
 
 _PACKED = "cu_seqlens N+1 index"
@@ -72,8 +73,8 @@ CONTRACTS = {
     "has_initial_state N flag; o @HV,V same",
     "recurrent_gated_delta_rule": f"{_TOKENS}; state slots,HV,K^V pool; state_indices N,slots_each? index; "
     "num_accepted_tokens N index; has_initial_state N flag; o @HV,V same",
-    "recurrent_gated_delta_rule_fwd": f"{_TOKENS}; initial_state N,HV,K^V pool; o @HV,V same; "
-    "final_state N,HV,K^V pool",
+    "recurrent_gated_delta_rule_fwd": f"{_TOKENS}; initial_state N,HV,K^V wide; o @HV,V same; "
+    "final_state N,HV,K^V wide",
     "gdn_packed_decode": f"mixed T,M kernel; z T,Z same; a T,HV same; b T,G same; {_PACKED}; "
     "conv_weight D,W float; conv_state rows,D,S same; conv_bias D float; A_log HV float; dt_bias HV float; "
     "state slots,HV,K^V pool; "
@@ -193,8 +194,18 @@ def _check_shape(op, name, tensor, names, d):
             _refuse(ValueError, op, name, text.format_map(d), d[n])
 
 
+def _check_devices(op, given):
+    """A stray device would otherwise pick a fake kernel for real tensors and hand out memory nobody wrote."""
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    first = next(iter(tensors), None)
+    for name, tensor in tensors.items():
+        if tensor.device != tensors[first].device:
+            _refuse(ValueError, op, name, f"device {tensors[first].device} (as {first})", tensor.device)
+
+
 def check(op, given):
     """Raises ValueError or TypeError for tensors that do not fit the contract. given: all arguments by name."""
+    _check_devices(op, given)
     d = {name: given[name] for name in ("tokens", "HK", "HV", "K", "V") if name in given}  # sizes by name
     if op == "gdn_packed_decode":
         separate = given["projection"] == "qkv"
