@@ -170,7 +170,7 @@ def test_states_of_another_pool_are_not_touched_by_a_bad_call():
     for wrong in ([0, 3], [1, 1], [0, -2]):
         with pytest.raises(ValueError, match="recurrent_gated_delta_rule: state_indices"):
             rule(*tokens(p, 0, 2), pool, state_indices=torch.tensor(wrong))
-    with pytest.raises(TypeError, match="state_indices: expected dtype int32, int64 or bool"):
+    with pytest.raises(TypeError, match="state_indices: expected dtype int32 or int64"):
         rule(*tokens(p, 0, 2), pool, state_indices=torch.tensor([0.0, 1.0]))
     q, k, _, g, beta = tokens(p, 0, 2)
     with pytest.raises(ValueError, match="state: expected memory of its own, got an overlap with v"):

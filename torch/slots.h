@@ -11,6 +11,7 @@ struct SlotIndices {
   std::int64_t per_sequence;
 };
 inline SlotIndices slot_indices(std::string_view op, const Tensor& state_indices, const SeqLens& seq) {
+  check_index_type(op, "state_indices", state_indices);
   const TensorView v = view(op, "state_indices", state_indices);
   check(v.rank == 1 || v.rank == 2, op, ": state_indices: expected [N] or [N, M], got ", Shape{v});
   if (v.rank == 1) {
