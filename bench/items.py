@@ -51,6 +51,11 @@ def _decode(B, sets):
     return Item(f"D1_B{B}", "decode", what, sizes, bytes=8 * B * 32 * K * V, sets=sets)
 
 
+def _layer(B, sets):
+    sizes, what = dict(B=B, HK=16, HV=32, W=4), f"a layer between its projections, one token for each of {B} sequences"
+    return Item(f"L1_B{B}", "layer_step", what, sizes, bytes=8 * B * 32 * K * V, sets=sets)
+
+
 def _rows(name, kind, what, shape, tensors):
     return Item(name, kind, what, dict(shape=shape), bytes=2 * tensors * math.prod(shape))
 
@@ -80,6 +85,8 @@ ITEMS = {
         _decode(1, 8),
         _decode(16, 2),
         _decode(64, 1),
+        _layer(1, 8),
+        _layer(16, 2),
         _rule("BW", "delta rule forward + backward, T=2048", kind="train", passes=3, B=1, T=2048),
     ]
 }
@@ -134,6 +141,13 @@ def _delta_step(s, normal, uniform):
     return x | dict(state=0.1 * normal(s["B"], s["HV"], K, V))
 
 
+def _layer_step(s, normal, uniform):
+    B, HV, D = s["B"], s["HV"], 2 * s["HK"] * K + s["HV"] * V
+    x = dict(mixed=normal(B, D).to(BF16), z=normal(B, HV * V).to(BF16)) | _gates((B, HV), normal, uniform)
+    x |= dict(w=(0.5 * normal(D, s["W"])).to(BF16), conv=normal(B, D, s["W"] - 1).to(BF16))
+    return x | dict(norm=(1 + 0.1 * normal(V)).to(BF16), state=0.1 * normal(B, HV, K, V))
+
+
 def _train(s, normal, uniform):
     x = _delta_rule(s, normal, uniform)
     return x | dict(do=normal(*x["v"].shape).to(BF16))
@@ -173,6 +187,7 @@ def _rope(s, normal, uniform, R=64, theta=1e7):
 _MAKERS = {
     "prefill": _delta_rule,
     "decode": _delta_step,
+    "layer_step": _layer_step,
     "train": _train,
     "conv": _conv,
     "conv_bwd": _conv_bwd,

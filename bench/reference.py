@@ -68,6 +68,26 @@ def _rule(item, x):
     return {"o": torch.cat(outs).view(x["v"].shape), "S": torch.stack(states)}
 
 
+def _layer_step(item, x):
+    B, HK, HV = (item.sizes[n] for n in ("B", "HK", "HV"))
+    window = torch.cat([x["conv"], x["mixed"][:, :, None]], -1).double()
+    p = (window * x["w"].double()).sum(-1)
+    q, k, v = (t.view(B, -1, K) for t in (p * torch.sigmoid(p)).split([HK * K, HK * K, HV * K], 1))
+    q, k = (_unit(t, t.square().sum(-1, True)) for t in (q, k))
+    gates = _gating({n: x[n] for n in "ab"}, x)
+    step = [
+        _heads(q, HV)[:, None],
+        _heads(k, HV)[:, None],
+        v[:, None],
+        gates["g"].exp()[:, None],
+        gates["beta"][:, None],
+    ]
+    done = [_recurrence(*(t[n] for t in step), x["state"][n].double()) for n in range(B)]
+    o, z = torch.cat([o for o, _ in done]), x["z"].view(B, HV, K).double()
+    y = x["norm"].double() * _unit(o, o.square().mean(-1, True)) * z * torch.sigmoid(z)
+    return {"y": y.flatten(1), "S": torch.stack([s for _, s in done])}
+
+
 def _train(item, x, segment=64):
     """Autograd through the recurrence; only the states between segments are kept, the rest is computed twice."""
     names = ("q", "k", "v", "g", "beta")
@@ -177,6 +197,7 @@ def _rope(item, x):
 _TRUTH = {
     "prefill": _rule,
     "decode": _rule,
+    "layer_step": _layer_step,
     "train": _train,
     "conv": _conv,
     "conv_bwd": _conv_bwd,

@@ -10,7 +10,7 @@ from engines import Absent, Run
 from engines.delta_rule import forward_backward
 
 PACKAGES = {"tidegate": None}
-LACKS = {"decode": "not in this version"}
+LACKS: dict[str, str] = {}
 
 
 def load(threads):
@@ -118,6 +118,61 @@ def _train(item, x):
     return forward_backward(item, x, lambda *args: tidegate.chunk_gated_delta_rule(*args)[0], grouped=True)
 
 
+def _decode(v_first=False, into=False):
+    """Through the Python function, with the gates formed inside as the peers do."""
+
+    def build(item, x):
+        import tidegate
+
+        q, k, v, a, b = (x[n][:, 0] for n in ("q", "k", "v", "a", "b"))
+        pool = x["state"].transpose(-1, -2).contiguous() if v_first else x["state"].clone()
+        slots = torch.arange(item.sizes["B"], dtype=torch.int32)
+        more = dict(A_log=x["A_log"], dt_bias=x["dt_bias"], beta_sigmoid=True, state_v_first=v_first)
+        more |= dict(out=torch.empty_like(v)) if into else {}
+        step = tidegate.recurrent_gated_delta_rule
+
+        def outputs(o):
+            return {"o": o[:, None], "S": pool.transpose(-1, -2) if v_first else pool}
+
+        note = "gates from a, b inside" + (", into existing memory" if into else "") + (", V-first" if v_first else "")
+        return Run(lambda: step(q, k, v, a, b, pool, state_indices=slots, **more), outputs, note)
+
+    return build
+
+
+def _layer(item, x):
+    import tidegate
+
+    conv, pool = x["conv"].transpose(1, 2).contiguous().transpose(1, 2), x["state"].clone()
+    args = [x[n] for n in ("mixed", "z", "a", "b")], [x["w"], None, x["A_log"], x["dt_bias"]]
+    more = dict(state_indices=torch.arange(item.sizes["B"]), out=torch.empty_like(x["z"]))
+    more |= dict(HK=item.sizes["HK"], HV=item.sizes["HV"], K=128, V=128)
+    step = tidegate.gdn_packed_decode
+
+    def call():
+        return step(*args[0], conv, *args[1], pool, x["norm"], **more)
+
+    return Run(call, lambda y: {"y": y, "S": pool}, "one call")
+
+
+def _layer_separate(item, x):
+    import tidegate
+
+    ops, B, HK, HV = tidegate.ops, item.sizes["B"], item.sizes["HK"], item.sizes["HV"]
+    conv, pool = x["conv"].transpose(1, 2).contiguous().transpose(1, 2), x["state"].clone()
+    slots, z = torch.arange(B), x["z"].view(B, HV, 128)
+    heads = [HK * 128, HK * 128, HV * 128]
+
+    def call():
+        y = ops.causal_conv1d_update(x["mixed"][:, None], conv, x["w"], activation="silu", layout="BSND")[:, 0]
+        q, k, v = (t.view(B, -1, 128) for t in y.split(heads, 1))
+        g, beta = ops.gdn_gating_fwd(x["a"], x["b"], x["A_log"], x["dt_bias"], layout="TND")
+        o = tidegate.recurrent_gated_delta_rule(q, k, v, g, beta, pool, state_indices=slots, use_qk_l2norm=True)
+        return ops.rms_norm_gated_fwd(o, z, x["norm"])[0].flatten(1)
+
+    return Run(call, lambda y: {"y": y, "S": pool}, "four operators")
+
+
 _conv, _ = _entry("causal_conv1d_fwd", lambda x: (x["x"][None], x["w"]), ["y"], lambda x, r: r[0], activation="silu")
 _conv_bwd, _ = _entry(
     "causal_conv1d_bwd",
@@ -134,7 +189,9 @@ ENTRIES = {
     "conv": _conv,
     "conv_bwd": _conv_bwd,
     "conv_update": {"": _conv_update(contiguous=False), "[B,D,3]": _conv_update(contiguous=True)},
+    "decode": {"": _decode(), "out": _decode(into=True), "V-first": _decode(v_first=True)},
     "gating": _gating,
+    "layer_step": {"": _layer, "separate": _layer_separate},
     "l2norm": _l2norm,
     "prefill": {"": _prefill("fp32"), "out": _prefill("fp32", into=True), "bf16": _prefill("bf16")},
     "rms_norm": _rms,

@@ -259,33 +259,11 @@ void update(const UpdateArgs& a, const Tile& tile, const UpdateRow& row, const f
   }
 }
 
-template <class T, int W>
-void pack(const Weights& weights, int64_t channel, int64_t channel_end, bool pair_odd, float* __restrict out) noexcept {
-  const int64_t n = channel_end - channel;
-  const T* __restrict p = static_cast<const T*>(weights.data) + channel * weights.channel;
-  if (weights.tap == 1 && weights.channel == W) {  // dense: constant strides let the compiler use shuffles
-    for (int64_t c = 0; c < n; ++c) {
-      for (int j = 0; j < W; ++j) {
-        out[j * n + c] = widen(p[c * W + j]);
-      }
-    }
-  } else {
-    for (int64_t c = 0; c < n; ++c) {
-      for (int j = 0; j < W; ++j) {
-        out[j * n + c] = widen(p[c * weights.channel + j * weights.tap]);
-      }
-    }
-  }
-  memcpy(out + W * n, weights.bias + channel, static_cast<size_t>(n) * sizeof(float));
-  for (int j = 0; j <= W && pair_odd; ++j) {
-    pair_parameters<bf16>(out + j * n, n);
-  }
-}
-
 }  // namespace
 }  // namespace tidegate::TIDEGATE_ISA
 
 #include "ops/causal_conv1d/backward.kernel.h"
+#include "ops/causal_conv1d/pack.kernel.h"
 
 namespace tidegate::TIDEGATE_ISA {
 

@@ -68,6 +68,7 @@ class Worker {
     taps_ = scratch.floats((s_.p.taps + 1) * s_.width);
     wide_ = scratch.floats(s_.p.taps * kChannelBlock);
     bias_ = scratch.floats(kChannelBlock);
+    std::memset(bias_, 0, kChannelBlock * sizeof(float));
     rows_ = elements(s_.longest * s_.width);
     g_ = scratch.floats(s_.longest * s_.G);
     beta_ = elements(s_.longest * s_.G);
@@ -76,8 +77,10 @@ class Worker {
     workspace_ = scratch.floats(s_.rule.workspace(rule_));
   }
 
-  void open(std::int64_t key_head) {
+  // Packs the taps of a key head. Pairing them costs more than it saves for a few sequences.
+  void open(std::int64_t key_head, std::int64_t sequences) {
     head_ = key_head;
+    paired_ = sequences >= 4;
     for_parts([&](const Part&, std::int64_t channel, std::int64_t n, std::int64_t offset) {
       for_blocks(n, [&](std::int64_t c, std::int64_t block) {
         pack(channel + c, block, taps_ + (offset + c) * (s_.p.taps + 1));
@@ -112,9 +115,9 @@ class Worker {
 
   void pack(std::int64_t channel, std::int64_t n, float* to) {
     const TensorView& w = s_.t.conv_weight;
-    for (std::int64_t c = 0; c < n; ++c) {
-      const TensorView& b = s_.t.conv_bias;
-      bias_[c] = b.defined() ? static_cast<float>(read_element(b, (channel + c) * b.strides[0])) : 0.0f;
+    const TensorView& b = s_.t.conv_bias;
+    for (std::int64_t c = 0; b.defined() && c < n; ++c) {
+      bias_[c] = static_cast<float>(read_element(b, (channel + c) * b.strides[0]));
     }
     causal_conv1d::Weights source{at(w, channel * w.strides[0]), w.strides[0], w.strides[1], bias_};
     int type = data_type_index(w.dtype);
@@ -126,7 +129,7 @@ class Worker {
       source = {wide_, s_.p.taps, 1, bias_};
       type = data_type_index(DType::kF32);
     }
-    s_.conv.pack[type][s_.p.taps - 2](source, 0, n, s_.dtype == DType::kBF16, to);
+    s_.conv.pack[type][s_.p.taps - 2](source, 0, n, paired_ && s_.dtype == DType::kBF16, to);
   }
 
   void convolve(std::int64_t n, const Sequence& s) {
@@ -142,7 +145,7 @@ class Worker {
         a.pool = {at(pool, (channel + c) * pool.strides[1]), pool.strides[0], pool.strides[1], pool.strides[2],
                   pool.size(2)};
         a.mode = s_.p.mode;
-        a.order = causal_conv1d::Order::kPaired;
+        a.order = paired_ ? causal_conv1d::Order::kPaired : causal_conv1d::Order::kNatural;
         a.silu = true;
         s_.conv.update[s_.type][s_.p.taps - 2](a, {n, 0, 0, L, 0, L, 0, block}, s_.p.rows[n],
                                                taps_ + (offset + c) * (s_.p.taps + 1));
@@ -211,6 +214,7 @@ class Worker {
   const Step& s_;
   recurrence::Args rule_;
   std::int64_t head_ = -1;
+  bool paired_ = false;
   float *taps_, *wide_, *bias_, *g_, *rstd_, *workspace_;
   char *rows_, *beta_, *out_;
 };
@@ -248,8 +252,8 @@ void run(const Problem& p, const Tensors& t, const SeqLens& seq, const Options& 
     Scratch own;
     Worker worker(step, own);
     for (std::int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) {
-      worker.open(task % o.HK);
       const std::int64_t first = task / o.HK * group, last = std::min(first + group, count);
+      worker.open(task % o.HK, last - first);
       for (std::int64_t i = first; i < last; ++i) {
         worker.run(live[i], i + 1 < last ? live[i + 1] : -1);
       }
