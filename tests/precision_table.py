@@ -20,6 +20,7 @@ BOUNDS = {
     "gdn_gating": ("3e-7, gradients 1e-6", "beta 1.8e-3"),
     "l2norm": ("3e-7", "1.8e-3"),
     "chunk_gated_delta_rule": ("1e-6", "1.8e-3, state 1e-6"),
+    "recurrent_gated_delta_rule": ("5e-7, state 1e-6", "1.8e-3, state 1e-6"),
     "rms_norm_gated fp32": ("3e-7", "1.8e-3"),
     "rms_norm": ("3e-7", "1.8e-3"),
     "partial_rope fp32": ("2e-7", "1.8e-3"),
@@ -63,16 +64,33 @@ def l2norm(dtype, rand):
     return pair(("y", "dx"), (y, dx), (truth, golden.l2norm_bwd(x.double(), r, dy.double())))
 
 
-def delta_rule(dtype, rand):
-    """Half of the heads forget slowly, so that the state matters over many chunks."""
-    H, K, tokens, cu = 4, 128, 768, [0, 1, 66, 66, 300, 768]
+def rule_inputs(dtype, rand, tokens, count):
+    """q, k, v, g, beta and states. Half of the heads forget slowly, so that the state matters over many tokens."""
+    H, K = 4, 128
     q, k = (torch.nn.functional.normalize(torch.randn(H // 2, tokens, K), dim=-1).to(dtype) for _ in range(2))
-    v, beta, h0 = rand(H, tokens, V), torch.rand(H, tokens).to(dtype), torch.randn(len(cu) - 1, H, K, V)
+    v, beta, h0 = rand(H, tokens, V), torch.rand(H, tokens).to(dtype), torch.randn(count, H, K, V)
     g = -torch.tensor([0.005, 0.005, 0.5, 2.0])[:, None] * torch.rand(H, tokens)
+    return [q, k, v, g, beta], h0
+
+
+def delta_rule(dtype, rand):
+    cu = [0, 1, 66, 66, 300, 768]
+    inputs, h0 = rule_inputs(dtype, rand, 768, len(cu) - 1)
     args = dict(cu_seqlens=torch.tensor(cu), output_final_state=True, layout="NTD")
-    o, state, _ = ops.chunk_gated_delta_rule_fwd(q, k, v, g, beta, h0, **args)
-    truth = golden.gated_delta_rule(*(t.double() for t in (q, k, v, g, beta)), cu, h0.double(), K**-0.5)
-    return pair(("o", "state"), (o, state), truth)
+    o, state, _ = ops.chunk_gated_delta_rule_fwd(*inputs, h0, **args)
+    return pair(
+        ("o", "state"), (o, state), golden.gated_delta_rule(*(t.double() for t in inputs), cu, h0.double(), V**-0.5)
+    )
+
+
+def recurrence(dtype, rand):
+    """512 steps of one token."""
+    inputs, h0 = rule_inputs(dtype, rand, 512, 1)
+    pool, slot = h0.clone(), torch.tensor([0])
+    steps = ([t[:, i : i + 1] for t in inputs] for i in range(512))
+    o = torch.cat([ops.recurrent_gated_delta_rule(*x, pool, state_indices=slot, layout="NTD") for x in steps], 1)
+    truth = golden.gated_delta_rule(*(t.double() for t in inputs), [0, 512], h0.double(), V**-0.5)
+    return pair(("o", "state"), (o, pool), truth)
 
 
 def gated(rounding):
@@ -111,6 +129,7 @@ CASES = {
     "gdn_gating": gating,
     "l2norm": l2norm,
     "chunk_gated_delta_rule": delta_rule,
+    "recurrent_gated_delta_rule": recurrence,
     "rms_norm_gated fp32": gated("fp32"),
     "rms_norm_gated hf": gated("hf"),
     "rms_norm": rms_norm,

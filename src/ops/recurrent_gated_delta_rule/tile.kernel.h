@@ -6,6 +6,7 @@
 //
 // Every sum runs in an order that depends on K and the instruction set only.
 //
+// read and write are calls of their own: inlined into the loops over tokens and tiles they run out of registers.
 // `ahead` is what will be read next, as many bytes as the tile has: the rows of a tile lie too far apart in memory, and
 // its passes take too long, for the hardware to ask for it early enough.
 #pragma once
@@ -96,8 +97,8 @@ struct KeyRows {
   }
 
   template <Old kOld, class S>
-  static void read(Place<const S> from, int64_t K, int64_t n, const Token& t, float* seen, float* read,
-                   const char* ahead) {
+  [[gnu::noinline]] static void read(Place<const S> from, int64_t K, int64_t n, const Token& t, float* seen,
+                                     float* read, const char* ahead) {
     if (n == kColumns) {
       read_vectors<kVectors, kOld>(from, K, t, seen, read, ahead, AllLanes{});
       return;
@@ -107,7 +108,8 @@ struct KeyRows {
     });
   }
   template <Old kOld, class S>
-  static void write(Place<const S> from, Place<S> to, int64_t K, int64_t n, const Token& t, const float* d) {
+  [[gnu::noinline]] static void write(Place<const S> from, Place<S> to, int64_t K, int64_t n, const Token& t,
+                                      const float* d) {
     if (n == kColumns) {
       write_vectors<kVectors, kOld>(from, to, K, t, d, AllLanes{});
       return;
@@ -180,8 +182,8 @@ struct ValueRows {
   }
 
   template <Old kOld, class S>
-  static void read(Place<const S> from, int64_t K, int64_t n, const Token& t, float* seen, float* read,
-                   const char* ahead) {
+  [[gnu::noinline]] static void read(Place<const S> from, int64_t K, int64_t n, const Token& t, float* seen,
+                                     float* read, const char* ahead) {
     int64_t c = 0;
     for (; c + kRows <= n; c += kRows) {
       for (int64_t b = 0; ahead != nullptr && b < kRows * K * static_cast<int64_t>(sizeof(S)); b += 64) {
@@ -194,7 +196,8 @@ struct ValueRows {
     }
   }
   template <Old kOld, class S>
-  static void write(Place<const S> from, Place<S> to, int64_t K, int64_t n, const Token& t, const float* d) {
+  [[gnu::noinline]] static void write(Place<const S> from, Place<S> to, int64_t K, int64_t n, const Token& t,
+                                      const float* d) {
     int64_t c = 0;
     for (; c + kWrittenRows <= n; c += kWrittenRows) {
       write_rows<kWrittenRows, kOld>(from.data + c * from.step, from.step, to.data + c * to.step, to.step, K, t, d + c);
