@@ -19,7 +19,7 @@ BOUNDS = {
     "causal_conv1d": ("2e-7, gradients 5e-7", "1.8e-3"),
     "gdn_gating": ("3e-7, gradients 1e-6", "beta 1.8e-3"),
     "l2norm": ("3e-7", "1.8e-3"),
-    "chunk_gated_delta_rule": ("1e-6", "1.8e-3, state 1e-6"),
+    "chunk_gated_delta_rule": ("1e-6, gradients 3e-6", "1.8e-3, state 1e-6"),
     "recurrent_gated_delta_rule": ("5e-7, state 1e-6", "1.8e-3, state 1e-6"),
     "rms_norm_gated fp32": ("3e-7", "1.8e-3"),
     "rms_norm": ("3e-7", "1.8e-3"),
@@ -77,10 +77,15 @@ def delta_rule(dtype, rand):
     cu = [0, 1, 66, 66, 300, 768]
     inputs, h0 = rule_inputs(dtype, rand, 768, len(cu) - 1)
     args = dict(cu_seqlens=torch.tensor(cu), output_final_state=True, layout="NTD")
-    o, state, _ = ops.chunk_gated_delta_rule_fwd(*inputs, h0, **args)
-    return pair(
-        ("o", "state"), (o, state), golden.gated_delta_rule(*(t.double() for t in inputs), cu, h0.double(), V**-0.5)
-    )
+    leaves = [t.requires_grad_() for t in (*inputs, h0)]
+    o, state, _ = ops.chunk_gated_delta_rule_fwd(*leaves, **args)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    truth = golden.gated_delta_rule(*wide[:5], cu, wide[5], V**-0.5)
+    do, dstate = rand(*o.shape), torch.randn_like(state)
+    grads = torch.autograd.grad((o, state), leaves, (do, dstate))
+    true_grads = torch.autograd.grad(truth, wide, (do.double(), dstate.double()))
+    names = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
+    return pair(names, (o.detach(), state.detach(), *grads), (truth[0].detach(), truth[1].detach(), *true_grads))
 
 
 def recurrence(dtype, rand):
