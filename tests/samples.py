@@ -168,7 +168,7 @@ def _recurrent_pool():
 
 
 def _recurrent_fwd():
-    batch = _rule_inputs(lambda heads: (2, 5, heads), 1)
+    batch = _with_gradients(_rule_inputs(lambda heads: (2, 5, heads), 1))
     packed = _rule_inputs(lambda heads: (9, heads), 2, torch.bfloat16)
     states = {"initial_state": _floats(3, 4, 3, 4, grad=False), "state_v_first": True, "output_final_state": True}
     more = {"gk": -torch.rand(9, 4, 4), "scale": 0.5}

@@ -14,7 +14,6 @@ import tidegate
 NO_GRADIENT = {
     "gdn_segment_combine": "a gradient is not supported yet",
     "gdn_segment_map": "a gradient is not supported yet",
-    "recurrent_gated_delta_rule_fwd": "a gradient is not supported yet",
 }
 DIFFERENTIABLE = [name for name in operators() if name.endswith("_fwd") and name not in NO_GRADIENT]
 BACKWARD = [name for name in operators() if name.endswith("_bwd")]

@@ -249,7 +249,7 @@ def _refuse_grad_mode(name, overload):
                 torch.autograd.graph.increment_version(value)
         return result
 
-    direct[op] = _refuse_tangents(name, kernel)
+    direct[op] = _refuse_tangents(op._name.split("::")[-1], kernel)
     for key in ("Autograd", "ADInplaceOrView"):  # the second alone is reached in inference mode
         lib.impl(op._name, kernel, key)
 
