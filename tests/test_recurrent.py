@@ -1,5 +1,8 @@
 """recurrent_gated_delta_rule on pools: values, prefill followed by decode, verification and roll-back."""
 
+import subprocess
+import sys
+
 import golden
 import pytest
 import torch
@@ -192,3 +195,18 @@ def test_steps_and_prompts_in_one_call(isa):
         one = {"state_indices": torch.tensor([slot]), "cu_seqlens": torch.tensor([0, cu[n + 1] - cu[n]])}
         assert_bits("o", rule(*cut, alone, **one), got[cu[n] : cu[n + 1]])
         assert_bits("state", alone[slot], pool[slot])
+
+
+def test_compiled_first_and_into_given_memory():
+    """In a process that made no eager call before."""
+    program = """
+import torch
+import tidegate
+q, k, v = torch.randn(2, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 2, 8)
+pool, o, slots = torch.zeros(3, 2, 8, 8), torch.empty(2, 2, 8), torch.tensor([0, 2])
+step = lambda pool, o: tidegate.recurrent_gated_delta_rule(
+    q, k, v, None, torch.ones(2, 2), pool, state_indices=slots, out=o)
+torch.compile(step, fullgraph=True, backend="eager")(pool, o)
+assert pool[0].any() and not pool[1].any()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -144,8 +144,86 @@ def test_states_of_other_types_and_orders():
         assert pool.layer(0)[1].shape[2:] == ((V, K) if flag else (K, V))
         snapshot = pool.snapshot(sequence)
         assert snapshot.state.dtype == options.get("state_dtype", torch.float32)
+        other = make()
+        if flag:  # the order of a state is turned around, its type is not
+            continue
         with pytest.raises(ValueError, match="snapshot.state: expected"):
-            make().restore(snapshot, make().open())
+            other.restore(snapshot, other.open())
+
+
+def test_a_snapshot_knows_the_order_of_its_state():
+    pool, flipped = make(), make(state_v_first=True)
+    sequence, later = pool.open(), flipped.open()
+    pool.state.normal_()
+    snapshot = pool.snapshot(sequence)
+    flipped.restore(snapshot, later)
+    assert_bits("state", flipped.state[:, later.slots[0]].mT, snapshot.state)
+    pool.restore(flipped.snapshot(later), sequence)
+    assert_bits("state", pool.state[:, sequence.slots[0]], snapshot.state)
+
+
+def test_only_open_sequences_of_the_pool_are_taken():
+    pool, other = make(), make()
+    closed = pool.open()
+    pool.close(closed)
+    again = pool.open()
+    assert again.row == closed.row
+    for stranger in (closed, other.open()):
+        for call in (
+            pool.close,
+            pool.settle,
+            pool.snapshot,
+            pool.fork,
+            lambda s: pool.indices([s]),
+            lambda s: pool.rows([s]),
+            lambda s: pool.copy(again, s),
+            lambda s: pool.restore(pool.snapshot(again), s),
+        ):
+            with pytest.raises(ValueError, match="sequence: expected an open one of this pool, got one with row 0"):
+                call(stranger)
+    assert len(pool._free) == 2 and len({s.row for s in (again, pool.open(), pool.open())}) == 3
+
+
+def test_no_sequences():
+    pool = make()
+    indices = pool.indices([])
+    assert indices["state_indices"].shape == (0, 4) and indices["state_indices"].dtype == torch.int64
+    assert indices["num_accepted_tokens"].dtype == pool.rows([]).dtype == torch.int64
+    assert pool.indices([], per_token=False)["state_indices"].dtype == torch.int64
+
+
+def test_what_files_keep(tmp_path):
+    pytest.importorskip("safetensors")
+    pool = make(state_v_first=True)
+    pool.state.normal_()
+    snapshot = pool.snapshot(pool.open())
+    tidegate.save_snapshots(tmp_path / "two", {"a": snapshot, "b.c": snapshot})
+    for found in tidegate.load_snapshots(tmp_path / "two").values():
+        assert found.state_v_first and found.tokens == snapshot.tokens
+        assert_bits("state", found.state, snapshot.state)
+    tidegate.save_snapshots(tmp_path / "none", {})
+    assert tidegate.load_snapshots(tmp_path / "none") == {}
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.ones(1)}, tmp_path / "other")
+    with pytest.raises(ValueError, match="path: expected a file of save_snapshots"):
+        tidegate.load_snapshots(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "wrong, text",
+    [
+        ({"drafts": -1}, "drafts: expected a whole number >= 0, got -1"),
+        ({"width": 1}, "width: expected 2 to 4, got 1"),
+        ({"HK": 3}, "HV: expected a multiple of 3"),
+        ({"state_dtype": torch.float16}, "state_dtype: expected dtype float32 or bfloat16"),
+        ({"dtype": torch.float64}, "dtype: expected dtype float32, bfloat16 or float16"),
+        ({"sequences": 0}, "sequences: expected a whole number >= 1, got 0"),
+    ],
+)
+def test_wrong_pools_are_refused(wrong, text):
+    with pytest.raises((ValueError, TypeError), match=text):
+        tidegate.StatePool(**{"layers": 1, "sequences": 1, **SIZES, **wrong})
 
 
 def test_wrong_use_is_refused():

@@ -5,7 +5,6 @@ other way for an operator of the stable ABI. `tidegate.ops.<name>` is the same o
 the text arrives as ValueError, or as TypeError when it is about a dtype.
 """
 
-import functools
 import importlib.metadata
 import pathlib
 import re
@@ -56,6 +55,8 @@ class _Operator:
         self._name = name
         self._call = getattr(getattr(torch.ops.tidegate, name), overload)
         self._eager = tidegate._autograd.direct.get(self._call, self._call)
+        if overload == "default" and "out" in getattr(torch.ops.tidegate, name).overloads():
+            self.out = _Operator(name, "out")  # the form that writes into tensors given by keyword
 
     def __call__(self, *args, **kwargs):
         if torch.compiler.is_compiling():
@@ -67,11 +68,6 @@ class _Operator:
             if translated is None:
                 raise
             raise translated from None
-
-    @functools.cached_property
-    def out(self):
-        """The form that writes into tensors given by keyword."""
-        return _Operator(self._name, "out")
 
 
 class _Operators:
@@ -88,6 +84,9 @@ class _Operators:
 
 
 ops = _Operators()
+if load_error is None:  # made now: torch.compile cannot trace the making of one
+    for _name in tidegate._autograd.names:
+        getattr(ops, _name)
 
 
 def _about():

@@ -9,8 +9,16 @@ change them in place; `StatePool.indices` says where. What is counted here is wh
 """
 
 import dataclasses
+import json
 
 import torch
+
+
+def _whole(where, name, value, low, high=None):
+    """A whole number in a range, or an error that says so."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        span = f"{low} to {high}" if high is not None else f"a whole number >= {low}"
+        raise ValueError(f"{where}: {name}: expected {span}, got {value}")
 
 
 @dataclasses.dataclass
@@ -24,13 +32,13 @@ class Sequence:
 
     def accept(self, count):
         """After a call with slots per token: `count` of its tokens became final, at least one."""
-        if not 1 <= count <= len(self.slots):
-            raise ValueError(f"Sequence.accept: count: expected 1 to {len(self.slots)}, got {count}")
+        _whole("Sequence.accept", "count", count, 1, len(self.slots))
         self.accepted = count
         self.tokens += count
 
     def advance(self, count):
         """After a prompt in the one-slot form, or a step of one token: all became final."""
+        _whole("Sequence.advance", "count", count, 0)
         self.accepted = 1
         self.tokens += count
 
@@ -42,6 +50,7 @@ class Snapshot:
     conv: torch.Tensor
     state: torch.Tensor
     tokens: int
+    state_v_first: bool = False
 
 
 class StatePool:
@@ -62,13 +71,33 @@ class StatePool:
         state_dtype=torch.float32,
         state_v_first=False,
     ):
+        sizes = {"layers": layers, "sequences": sequences, "HK": HK, "HV": HV, "K": K, "V": V}
+        for name, value in sizes.items():
+            _whole("StatePool", name, value, 1)
+        _whole("StatePool", "width", width, 2, 4)
+        _whole("StatePool", "drafts", drafts, 0)
+        if HV % HK:
+            raise ValueError(f"StatePool: HV: expected a multiple of {HK} (HK), got {HV}")
+        if state_dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"StatePool: state_dtype: expected dtype float32 or bfloat16, got {state_dtype}")
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(f"StatePool: dtype: expected dtype float32, bfloat16 or float16, got {dtype}")
         channels, self.width, self.depth = 2 * HK * K + HV * V, width, drafts + 1
+        self.state_v_first = state_v_first
         # Token-major memory: a step reads and writes neighbouring channels.
         rows = torch.zeros(layers, sequences, width - 1 + drafts, channels, dtype=dtype)
         self.conv = rows.transpose(2, 3)
         shape = (V, K) if state_v_first else (K, V)
         self.state = torch.zeros(layers, sequences * self.depth, HV, *shape, dtype=state_dtype)
         self._free = list(range(sequences))[::-1]
+        self._open = {}  # the sequences of this pool by their rows
+
+    def _check_owned(self, method, *sequences):
+        for sequence in sequences:
+            if self._open.get(sequence.row) is not sequence:
+                raise ValueError(
+                    f"StatePool.{method}: sequence: expected an open one of this pool, got one with row {sequence.row}"
+                )
 
     def layer(self, index):
         """(conv_state, state) of a layer, for the operators."""
@@ -80,34 +109,40 @@ class StatePool:
             raise RuntimeError(f"StatePool.open: expected a free row, got {self.conv.shape[1]} sequences in use")
         row = self._free.pop()
         sequence = Sequence(row, list(range(row * self.depth, (row + 1) * self.depth)))
+        self._open[row] = sequence
         self.conv[:, row].zero_()
-        self.state[:, sequence.slots[0]].zero_()
+        for slot in sequence.slots:
+            self.state[:, slot].zero_()
         return sequence
 
     def close(self, sequence):
         """Gives the place back. The sequence must not be used afterwards."""
-        if sequence.row in self._free:
-            raise ValueError(f"StatePool.close: sequence: expected an open one, got row {sequence.row} twice")
+        self._check_owned("close", sequence)
+        del self._open[sequence.row]
         self._free.append(sequence.row)
 
     def indices(self, sequences, per_token=True):
         """Arguments of an operator call. per_token: slots for every token, and where to start; else one slot each."""
+        self._check_owned("indices", *sequences)
         if per_token:
-            slots = torch.tensor([s.slots for s in sequences])
-            return {"state_indices": slots, "num_accepted_tokens": torch.tensor([s.accepted for s in sequences])}
+            slots = torch.tensor([s.slots for s in sequences], dtype=torch.int64).reshape(-1, self.depth)
+            accepted = torch.tensor([s.accepted for s in sequences], dtype=torch.int64)
+            return {"state_indices": slots, "num_accepted_tokens": accepted}
         for s in sequences:
             if s.accepted != 1:
                 raise ValueError(
                     f"StatePool.indices: sequences: expected settled ones, got {s.accepted} accepted tokens"
                 )
-        return {"state_indices": torch.tensor([s.slots[0] for s in sequences])}
+        return {"state_indices": torch.tensor([s.slots[0] for s in sequences], dtype=torch.int64)}
 
     def rows(self, sequences):
         """Their rows of conv_state."""
-        return torch.tensor([s.row for s in sequences])
+        self._check_owned("rows", *sequences)
+        return torch.tensor([s.row for s in sequences], dtype=torch.int64)
 
     def settle(self, sequence):
         """Makes the current state the first one, so that nothing is left to roll back."""
+        self._check_owned("settle", sequence)
         a = sequence.accepted - 1
         if a:
             row = self.conv[:, sequence.row]
@@ -117,13 +152,18 @@ class StatePool:
 
     def snapshot(self, sequence):
         """A copy of what the sequence remembers now."""
+        self._check_owned("snapshot", sequence)
         a = sequence.accepted - 1
         conv = self.conv[:, sequence.row, :, a : a + self.width - 1]
-        return Snapshot(conv.clone(), self.state[:, sequence.slots[a]].clone(), sequence.tokens)
+        state = self.state[:, sequence.slots[a]].clone()
+        return Snapshot(conv.clone(), state, sequence.tokens, self.state_v_first)
 
     def restore(self, snapshot, sequence):
         """The sequence goes on as the snapshot's one would have, bit for bit."""
+        self._check_owned("restore", sequence)
         conv, state = self.conv[:, sequence.row, :, : self.width - 1], self.state[:, sequence.slots[0]]
+        if snapshot.state_v_first != self.state_v_first:
+            state = state.mT
         for name, given, place in (("conv", snapshot.conv, conv), ("state", snapshot.state, state)):
             if given.shape != place.shape or given.dtype != place.dtype:
                 expected, got = (f"{list(t.shape)} of {t.dtype}" for t in (place, given))
@@ -134,6 +174,7 @@ class StatePool:
 
     def copy(self, source, target):
         """target goes on where source is now."""
+        self._check_owned("copy", source, target)
         if source.row == target.row:
             raise ValueError(f"StatePool.copy: target: expected another sequence, got row {source.row} twice")
         a = source.accepted - 1
@@ -143,19 +184,26 @@ class StatePool:
 
     def fork(self, source):
         """A new sequence that goes on where source is now."""
+        self._check_owned("fork", source)
         target = self.open()
         self.copy(source, target)
         return target
 
 
+SNAPSHOTS = "tidegate.snapshots"  # where a file says what it holds
+
+
 def save_snapshots(path, snapshots):
-    """Writes a dict of snapshots as one safetensors file."""
+    """Writes a dict of snapshots, by names, as one safetensors file."""
     from safetensors.torch import save_file
 
+    parts = [(name, s, part) for name, s in snapshots.items() for part in ("conv", "state")]
+    # Clones: one snapshot may stand under two names, and safetensors wants memory of its own for each.
     tensors = {
-        f"{name}.{part}": getattr(s, part).contiguous() for name, s in snapshots.items() for part in ("conv", "state")
+        f"{name}.{part}": getattr(s, part).clone(memory_format=torch.contiguous_format) for name, s, part in parts
     }
-    save_file(tensors, path, metadata={name: str(s.tokens) for name, s in snapshots.items()})
+    about = {str(name): {"tokens": s.tokens, "state_v_first": s.state_v_first} for name, s in snapshots.items()}
+    save_file(tensors, path, metadata={SNAPSHOTS: json.dumps(about)})
 
 
 def load_snapshots(path):
@@ -163,8 +211,10 @@ def load_snapshots(path):
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        tokens = file.metadata() or {}
+        about = (file.metadata() or {}).get(SNAPSHOTS)
+        if about is None:
+            raise ValueError(f"load_snapshots: path: expected a file of save_snapshots, got {path}")
         return {
-            name: Snapshot(file.get_tensor(f"{name}.conv"), file.get_tensor(f"{name}.state"), int(count))
-            for name, count in tokens.items()
+            name: Snapshot(file.get_tensor(f"{name}.conv"), file.get_tensor(f"{name}.state"), **facts)
+            for name, facts in json.loads(about).items()
         }
