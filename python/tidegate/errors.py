@@ -1,0 +1,33 @@
+"""The exceptions of the Python layer. Operators raise plain ValueError and TypeError with the native library's text."""
+
+
+class OptionError(ValueError):
+    """An option, or an environment variable with the prefix TIDEGATE_, has an unknown name or value."""
+
+
+class PatchError(RuntimeError):
+    """A model could not be patched; nothing was changed."""
+
+
+class NothingPatchedError(PatchError):
+    """A patch, or an operator asked for by name, found no place in the model."""
+
+
+class PatchConflictError(PatchError):
+    """The model is already patched with other options."""
+
+
+class SelfTestError(PatchError):
+    """A replacement did not compute what the module it was to replace computes."""
+
+
+class PackedInputError(ValueError):
+    """The description of a packed batch is missing, wrong or contradictory."""
+
+
+class IsolationError(RuntimeError):
+    """A sample of a packed batch changed another one."""
+
+
+class TidegateFallbackWarning(UserWarning):
+    """Something runs in plain torch because the native library cannot do it; the text says why and what to do."""
