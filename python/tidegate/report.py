@@ -5,9 +5,7 @@ import platform
 
 import torch
 
-from tidegate import _native
-
-ENVIRONMENT = ("TIDEGATE_ISA", "TIDEGATE_NUM_THREADS")
+from tidegate import _native, options
 
 
 class Report(dict):
@@ -23,21 +21,21 @@ class Report(dict):
 def report():
     """Version, instruction sets, threads, torch, and which native library is loaded or why not."""
     facts = Report(tidegate=_native.__version__)
-    if _native.load_error is None:
-        facts["native library"] = str(_native.library_path)
+    loaded = _native.load_error is None
+    facts["native library"] = str(_native.library_path) if loaded else f"not loaded: {_native.load_error}"
+    facts["fallback"] = f"plain torch: {_native.fallback}" if _native.fallback else "no"
+    if loaded or _native.fallback:
         try:
             version, active, available = _native._about()
-            facts["native version"] = version
+            facts["native version"] = version if loaded else "none"
             facts["isa in use"] = active
             facts["isa available"] = ", ".join(available)
         except _native.NATIVE_ERRORS as error:  # TIDEGATE_ISA holds a name that this CPU does not have
             facts["isa in use"] = f"none: {str(error).splitlines()[0]}"
-    else:
-        facts["native library"] = f"not loaded: {_native.load_error}"
     facts["threads"] = f"{torch.get_num_threads()} (torch's pool)"
     facts["torch"] = torch.__version__
     facts["python"] = platform.python_version()
-    for name in ENVIRONMENT:
+    for name in options.BY_NAME:
         if os.environ.get(name):
             facts[name] = os.environ[name]
     return facts
