@@ -5,6 +5,7 @@ from tidegate.decode import gdn_packed_decode
 from tidegate.delta_rule import chunk_gated_delta_rule, chunk_gdn, chunk_size
 from tidegate.norm import RMSNormGated, rms_norm, rms_norm_gated
 from tidegate.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn, recurrent_gated_delta_rule
+from tidegate.registration import register, unregister
 from tidegate.report import report
 from tidegate.rope import partial_rope
 from tidegate.state import Sequence, Snapshot, StatePool, load_snapshots, save_snapshots
@@ -26,9 +27,11 @@ __all__ = [
     "ops",
     "partial_rope",
     "recurrent_gated_delta_rule",
+    "register",
     "report",
     "rms_norm",
     "rms_norm_gated",
     "save_snapshots",
     "set_isa",
+    "unregister",
 ]
