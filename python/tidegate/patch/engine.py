@@ -42,9 +42,9 @@ def _names(ops):
 
 def finders():
     """The functions find(root, options) -> sites, in the order in which sites are installed."""
-    from tidegate.patch import moe
+    from tidegate.patch import gdn, moe
 
-    return [moe.find]
+    return [gdn.find, moe.find]
 
 
 def _find(root, asked, options):
