@@ -42,9 +42,9 @@ def _names(ops):
 
 def finders():
     """The functions find(root, options) -> sites, in the order in which sites are installed."""
-    from tidegate.patch import gdn, moe
+    from tidegate.patch import gdn, moe, norms, rope
 
-    return [gdn.find, moe.find]
+    return [gdn.find, norms.find_gated, norms.find, rope.find, moe.find]
 
 
 def _find(root, asked, options):
