@@ -17,6 +17,7 @@ import importlib
 
 import tidegate
 from tidegate.patch import gdn_ops
+from tidegate.patch.code import global_names
 from tidegate.patch.engine import existing_handle
 from tidegate.patch.resolve import core
 
@@ -73,16 +74,15 @@ def function_mapping(model):
     Only where the modeling file calls them by global names (Transformers 5.15 and later); raises otherwise.
     """
     registry, found = _registry(), {}
-    modules = {type(m).__module__ for m in core(model).modules() if hasattr(m, "A_log") and hasattr(m, "dt_bias")}
-    for path in sorted(modules):
-        space = vars(importlib.import_module(path))
-        for name, function in FUNCTIONS.items():
-            if callable(space.get(name)):
-                found[f"{path}.{name}"] = _op(registry, f"tidegate_{name.removeprefix('torch_')}", function)
+    layers = {type(m) for m in core(model).modules() if hasattr(m, "A_log") and hasattr(m, "dt_bias")}
+    for layer in layers:
+        for name in global_names(layer.forward) & FUNCTIONS.keys():
+            choice = _op(registry, f"tidegate_{name.removeprefix('torch_')}", FUNCTIONS[name])
+            found[f"{layer.__module__}.{name}"] = choice
     if not found:
-        where = ", ".join(sorted(modules)) or "a model without linear-attention layers"
+        where = ", ".join(sorted(layer.__name__ for layer in layers)) or "a model without linear-attention layers"
         raise tidegate.errors.NothingPatchedError(
-            f"function_mapping: {where} has none of {', '.join(FUNCTIONS)}: use mapping(), which also serves releases "
+            f"function_mapping: {where} calls none of {', '.join(FUNCTIONS)} by a global name: use mapping(), which also serves releases "
             "that keep them on the layers"
         )
     _mark(model)
