@@ -76,14 +76,16 @@ def function_mapping(model):
     registry, found = _registry(), {}
     layers = {type(m) for m in core(model).modules() if hasattr(m, "A_log") and hasattr(m, "dt_bias")}
     for layer in layers:
-        for name in global_names(layer.forward) & FUNCTIONS.keys():
+        names = global_names(layer.forward) & FUNCTIONS.keys()
+        # Older layers call attributes of their own, two of which have the names of globals.
+        for name in names if "torch_chunk_gated_delta_rule" in names else ():
             choice = _op(registry, f"tidegate_{name.removeprefix('torch_')}", FUNCTIONS[name])
             found[f"{layer.__module__}.{name}"] = choice
     if not found:
         where = ", ".join(sorted(layer.__name__ for layer in layers)) or "a model without linear-attention layers"
         raise tidegate.errors.NothingPatchedError(
-            f"function_mapping: {where} calls none of {', '.join(FUNCTIONS)} by a global name: use mapping(), which also serves releases "
-            "that keep them on the layers"
+            f"function_mapping: {where} calls none of {', '.join(FUNCTIONS)} by a global name: "
+            "use mapping(), which also serves releases that keep them on the layers"
         )
     _mark(model)
     return found
