@@ -1,6 +1,7 @@
 """The original code of a forward with other globals: what it calls is replaced for one instance, not for the module."""
 
 import functools
+import inspect
 import types
 
 
@@ -19,6 +20,13 @@ def parts(function):
                 queue.append(cell.cell_contents)
             except ValueError:  # an empty cell
                 continue
+
+
+def parameters(function):
+    """The parameters of a function, beneath decorators that show *args only."""
+    found = [inspect.signature(part).parameters for part in parts(function)]
+    named = (p for p in found if all(x.kind is not x.VAR_POSITIONAL for x in p.values()))
+    return next(named, inspect.signature(function).parameters)
 
 
 def that_names(function, names):
