@@ -270,4 +270,4 @@ def test_single_stages_say_what_they_need():
         "except NotImplementedError as e: print(e)"
     )
     text = output("-c", code, **FORCED)
-    assert text.startswith("solve_tril: this stage of the chunked delta rule needs the native library")
+    assert text.startswith("solve_tril: this operator needs the native library")

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# The tests that build models, in several releases of Transformers, with and without flash-linear-attention.
+# usage: test_transformers.sh <python> <release|newest>[+fla]...
+# Every release has a folder of its own that goes before the environment; newest is the environment's. An environment
+# without Transformers is no error: nothing is run.
+set -uo pipefail
+python=$1
+shift
+folder=.venv-transformers
+files=$(grep -lE 'tiny_models|fla\.backends' tests/test_*.py)
+status=0
+
+# fetch <name> <requirement>...: into a folder, once
+fetch() {
+  local target=$folder/$1
+  shift
+  [ -e "$target/.ready" ] && return
+  "$python" -m pip install --quiet --no-deps --upgrade --target "$target" "$@" && touch "$target/.ready"
+}
+
+if ! "$python" -c 'import transformers' 2>/dev/null; then
+  echo "== no Transformers in this environment: its releases are not tested"
+  exit 0
+fi
+for cell in "$@"; do
+  release=${cell%+fla} path=
+  if [ "$release" != newest ]; then
+    fetch "$release" "transformers==$release" || { status=1; continue; }
+    path=$PWD/$folder/$release
+  fi
+  if [ "$cell" != "$release" ]; then
+    # The release whose functions and registry we serve; its kernels need Triton only to be imported.
+    fetch fla flash-linear-attention==0.6.0 fla-core==0.6.0 einops || { status=1; continue; }
+    path=$path:$PWD/$folder/fla
+  fi
+  export PYTHONPATH=${path#:}
+  echo "== Transformers $("$python" -c 'import transformers; print(transformers.__version__)'), flash-linear-attention" \
+    "$("$python" -W ignore -c 'import fla; print("importable")' 2>/dev/null || echo absent)"
+  # shellcheck disable=SC2086
+  "$python" -m pytest -q -W ignore $files || status=1
+done
+exit $status
