@@ -31,8 +31,8 @@ _libraries = []  # torch forgets the operators of a library that nobody holds
 
 def _missing(name):
     raise NotImplementedError(
-        f"{name}: this operator needs the native library (see tidegate.report()). Single stages of the chunked delta rule "
-        "have no fallback; chunk_gated_delta_rule_fwd and its gradient have one"
+        f"{name}: this operator needs the native library (see tidegate.report()). Single stages of the chunked delta "
+        "rule have no fallback; chunk_gated_delta_rule_fwd and its gradient have one"
     )
 
 
