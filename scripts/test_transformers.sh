@@ -7,6 +7,7 @@ set -uo pipefail
 python=$1
 shift
 folder=.venv-transformers
+before=${PYTHONPATH:-}
 files=$(grep -lE 'tiny_models|fla\.backends' tests/test_*.py)
 status=0
 
@@ -33,7 +34,7 @@ for cell in "$@"; do
     fetch fla flash-linear-attention==0.6.0 fla-core==0.6.0 einops || { status=1; continue; }
     path=$path:$PWD/$folder/fla
   fi
-  export PYTHONPATH=${path#:}
+  export PYTHONPATH=${path#:}${before:+:$before}
   echo "== Transformers $("$python" -c 'import transformers; print(transformers.__version__)'), flash-linear-attention" \
     "$("$python" -W ignore -c 'import fla; print("importable")' 2>/dev/null || echo absent)"
   # shellcheck disable=SC2086

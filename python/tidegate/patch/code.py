@@ -1,7 +1,6 @@
 """The original code of a forward with other globals: what it calls is replaced for one instance, not for the module."""
 
 import functools
-import inspect
 import types
 
 
@@ -22,13 +21,6 @@ def parts(function):
                 continue
 
 
-def parameters(function):
-    """The parameters of a function, beneath decorators that show *args only."""
-    found = [inspect.signature(part).parameters for part in parts(function)]
-    named = (p for p in found if all(x.kind is not x.VAR_POSITIONAL for x in p.values()))
-    return next(named, inspect.signature(function).parameters)
-
-
 def that_names(function, names):
     """The function beneath the decorators of `function` whose code uses all these global names, or None."""
     for part in parts(function):
@@ -40,6 +32,17 @@ def that_names(function, names):
 def global_names(function):
     """All names of globals that a function or what it wraps uses."""
     return {name for part in parts(function) for name in part.__code__.co_names if name in part.__globals__}
+
+
+def attribute_names(function):
+    """All names that a function or what it wraps uses, attributes included."""
+    return {name for part in parts(function) for name in part.__code__.co_names}
+
+
+def argument_names(function):
+    """All names of arguments of a function and of what it wraps: a decorator may hide the real ones."""
+    codes = [part.__code__ for part in parts(function)]
+    return {name for code in codes for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
 
 
 def innermost(function):

@@ -9,7 +9,7 @@ import types
 import torch
 
 from tidegate.errors import SelfTestError
-from tidegate.patch.code import global_names, innermost, parts, that_names, with_globals
+from tidegate.patch.code import argument_names, global_names, innermost, parts, that_names, with_globals
 from tidegate.patch.gdn_ops import NAMES
 from tidegate.patch.site import RECORD, Record
 
@@ -159,7 +159,7 @@ def _with_cache(module, call, x):
     if None in caches.values():
         return []
     errors = []
-    position = {} if "cache_position" not in type(module).forward.__code__.co_varnames else {"cache_position": x}
+    position = {"cache_position": x} if "cache_position" in argument_names(type(module).forward) else {}
     for case, part in (("prompt with a cache", x[:, :9]), ("one token after it", x[:, 9:10])):
         results = [call[who](part, cache_params=cache, **position) for who, cache in caches.items()]
         errors.append(judge(case, *results))
