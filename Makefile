@@ -6,7 +6,7 @@ TORCH ?= torch
 BUILD ?= build
 JOBS ?= $(shell nproc)
 # What users of the patch layer have; `make test` without them skips the tests that build models.
-MODELS ?= transformers peft accelerate safetensors kernels
+MODELS ?= transformers[kernels] peft accelerate safetensors
 RELEASES := 5.2.0 5.9.0 5.14.1 5.15.0 5.18.0 newest
 PY := $(VENV)/bin/python
 

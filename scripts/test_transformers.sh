@@ -34,7 +34,7 @@ fetch() {
   [ -e "$target/.ready" ] && return
   "$python" -m pip install --quiet --no-deps --upgrade --target "$target" "$@" || return
   mapfile -t more < <(unmet "$target")
-  [ ${#more[@]} -eq 0 ] || "$python" -m pip install --quiet --no-deps --target "$target" "${more[@]}" || return
+  [ ${#more[@]} -eq 0 ] || "$python" -m pip install --quiet --no-deps --upgrade --target "$target" "${more[@]}" || return
   touch "$target/.ready"
 }
 
