@@ -41,10 +41,10 @@ def _refuse_cache(use_cache, past_key_values):
         raise PackedInputError(f"packed input cannot fill a cache; call with use_cache=False (got {given})")
 
 
-def prepare(padding_free, refusal, arguments, batch, tokens):
+def prepare(padding_free, why_not, arguments, batch, tokens):
     """The keyword arguments of a text model's forward with the packed ones checked and complete, or checked to be none.
 
-    `refusal()` says why this model cannot be packed (empty: it can).
+    `why_not()` says why this model cannot be packed (empty: it can).
     """
     arguments = dict(arguments)
     padding_free = arguments.pop("padding_free", padding_free)
@@ -65,9 +65,9 @@ def prepare(padding_free, refusal, arguments, batch, tokens):
         raise PackedInputError(
             "padding_free is True but nothing says where sequences begin: pass position_ids, cu_seq_lens_q or seq_idx"
         )
-    why_not = refusal()
-    if why_not:
-        raise PackedInputError(f"this model cannot run packed input: {why_not}")
+    refusal = why_not()
+    if refusal:
+        raise PackedInputError(f"this model cannot run packed input: {refusal}")
     if batch != 1:
         raise PackedInputError(
             f"packed input needs batch size 1, got {batch}; flatten the batch, e.g. with DataCollatorWithFlattening"

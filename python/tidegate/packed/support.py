@@ -2,9 +2,11 @@
 
 import inspect
 
+import torch
 from torch import nn
 
 from tidegate.packed.attention import NAME
+from tidegate.patch.site import record_of
 
 TEXT_MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 MIXERS = {"linear_attn", "self_attn"}
@@ -25,8 +27,11 @@ def _may_be_linear(module):
     return hasattr(getattr(module, "config", None), "linear_num_value_heads")
 
 
-def structure_refusal(text_model):
+def structure_refusal(text_model, options):
     """Why the parts of a text model are not known to keep sequences apart; empty if they are."""
+    for switch in ("gdn_conv", "gdn_chunk"):
+        if not options.on(switch):
+            return options.why_off(switch)
     for name, child in text_model.named_children():
         if name not in TEXT_MODEL:
             return f"{name} ({type(child).__name__}) is not known to keep sequences apart"
@@ -55,21 +60,25 @@ def hands_keywords_on(layer):
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _is_patched(mixer):
-    return any(
-        getattr(mixer.__dict__.get(name), "tidegate", None) == "gdn_layer" for name in ("forward", "_old_forward")
-    )
+def _mixer_refusal(layer, mixer):
+    record = record_of(mixer)
+    site = None if record is None else record.sites.get("gdn_layer")
+    if site is None or not site.installed or not (torch.compiler.is_compiling() or site.intact()):
+        return "is not patched; patch with the op gdn_layer, or again if its forward was lost"
+    if record_of(layer) is not None and not site.mechanism.startswith("I"):  # see _layer_forward in sites.py
+        return "runs the model's own code, which takes no boundaries in this release; leave the option gdn_layer on"
+    return ""
 
 
 def state_refusal(text_model):
     """Why packed input cannot run as the model is patched now; empty if it can. Asked in every packed forward."""
     for i, layer in enumerate(text_model.layers):
         mixer = getattr(layer, "linear_attn", None)
-        if mixer is not None and not _is_patched(mixer):
-            return (
-                f"layers.{i}.linear_attn is not patched; patch with the op gdn_layer, or again if its forward was lost"
-            )
-        if mixer is None and layer.self_attn.config._attn_implementation != NAME:
+        if mixer is not None:
+            why = _mixer_refusal(layer, mixer)
+            if why:
+                return f"layers.{i}.linear_attn {why}"
+        elif layer.self_attn.config._attn_implementation != NAME:
             found = layer.self_attn.config._attn_implementation
             return f"full attention runs {found!r}, which does not see boundaries; patch with the op attention"
     return ""
