@@ -123,7 +123,7 @@ class AttentionSite(Site):
         return self.pairs[0][0].to_dict()
 
     def _remove(self):
-        changed = self._facts() != self.facts
+        changed = self._facts() != self.facts or not self.intact()
         if self.selected._attn_implementation == attention.NAME:
             self.selected._attn_implementation = self.before
         if not changed:
