@@ -51,9 +51,9 @@ def _names(ops):
 def finders():
     """The functions find(root, options) -> sites, in the order in which sites are installed."""
     from tidegate.packed.sites import find_attention, find_packed
-    from tidegate.patch import moe
+    from tidegate.patch import gdn, moe, norms, rope
 
-    return [moe.find, find_attention, find_packed]
+    return [gdn.find, norms.find_gated, norms.find, rope.find, moe.find, find_attention, find_packed]
 
 
 def _find(root, asked, options):

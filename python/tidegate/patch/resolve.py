@@ -1,6 +1,5 @@
 """From what a user holds to the modules inside: trainers' objects, PEFT, DDP, compiled modules, and readable paths."""
 
-import torch
 from torch import nn
 
 WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # of torch's own wrappers
@@ -54,12 +53,17 @@ def foreign_device(module):
     return None
 
 
+def is_sharded(tensor):
+    """Whether a parameter is a DTensor, told without importing torch.distributed.tensor."""
+    return type(tensor) is not nn.Parameter and hasattr(tensor, "device_mesh")
+
+
 def unreadable(module):
     """Why a module's parameters cannot be read here and now, or None: meta (offloaded) or sharded."""
     for parameter in module.parameters():
         if parameter.device.type == "meta":
             return "meta"
-        if isinstance(parameter, torch.distributed.tensor.DTensor):
+        if is_sharded(parameter):
             return "sharded"
     return None
 
