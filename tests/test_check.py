@@ -2,6 +2,7 @@
 
 import functools
 import re
+import time
 
 import pytest
 import tiny_models
@@ -191,3 +192,53 @@ def test_the_plant_itself_is_no_fault():
     model = tiny_models.build("qwen3_5_moe")
     plant(model, r"experts$", _experts)
     assert tidegate.check(model, show=False).ok
+
+
+SIZES = dict(
+    layers=24,
+    hidden_size=1024,
+    intermediate_size=3584,
+    vocab_size=248320,
+    head_dim=256,
+    num_attention_heads=8,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=16,
+    tie_word_embeddings=False,
+    rope_parameters=dict(rope_theta=1e7, rope_type="default", partial_rotary_factor=0.25, mrope_section=[11, 11, 10]),
+)
+
+
+def billion():
+    """A model of the sizes of Qwen3.5-0.8B with a head of its own. Only the layers that are run have memory."""
+    import transformers
+
+    config = tiny_models.config_of("qwen3_5", **SIZES)
+    with torch.device("meta"):
+        model = transformers.Qwen3_5ForCausalLM(config).eval()
+    noise = 0.02 * torch.randn(1 << 20)
+    for module in (model.model.embed_tokens, model.lm_head, *model.model.layers[:4]):
+        module.to_empty(device="cpu")
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 1:
+                parameter.data.fill_(0.0 if "norm" in name and "linear" not in name else 1.0)
+            for part in parameter.data.view(-1).split(noise.numel()) if parameter.dim() > 1 else ():
+                part.copy_(noise[: part.numel()])
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    model.model.norm.to_empty(device="cpu").weight.data.zero_()
+    return model
+
+
+def test_a_billion_parameters_take_seconds():
+    model = billion()
+    assert sum(parameter.numel() for parameter in model.parameters()) > 1e9
+    tidegate.patch(model)
+    seconds = []
+    for _ in range(2):
+        begin = time.process_time()
+        report = tidegate.check(model, show=False)
+        seconds.append((time.process_time() - begin) / torch.get_num_threads())
+    assert report.ok, str(report)
+    assert "the first 4 of 24 layers" in str(report)
+    assert min(seconds) <= 5

@@ -68,6 +68,14 @@ def test_sources_give_the_same_bits(model):
                     assert torch.equal(tiny_models.logits(model, ids, padding_free=True, **given), want), given.keys()
 
 
+def has_cache(model):
+    try:
+        model(tiny_models.tokens(1, 3), use_cache=True)
+    except ValueError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("layer_types", [None, ["full_attention"] * 4], ids=["hybrid", "full attention"])
 @pytest.mark.parametrize("mask", [False, True], ids=["no mask", "ones"])
 @pytest.mark.parametrize("use_cache", [None, False, True])
@@ -75,10 +83,12 @@ def test_never_a_leak(layer_types, mask, use_cache):
     """Every way of calling that leaks in Transformers is right here, or an error."""
     changes = {} if layer_types is None else {"layer_types": layer_types}
     model = tiny_models.build("qwen3_5", **changes)
+    if use_cache is not False and layer_types and not has_cache(model):
+        pytest.skip("this release's cache needs a linear-attention layer")
     tidegate.patch(model)
     ids, batch = batch_of((24, 40))
     text = batch["position_ids"]
-    want = torch.cat([tiny_models.logits(model, row[None])[0] for row in samples((24, 40))])
+    want = torch.cat([tiny_models.logits(model, row[None], use_cache=False)[0] for row in samples((24, 40))])
     call = {"attention_mask": torch.ones_like(ids)} if mask else {}
     call |= {} if use_cache is None else {"use_cache": use_cache}
     forms = [{name: batch[name]} for name in METADATA]

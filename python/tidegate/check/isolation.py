@@ -40,14 +40,13 @@ class Packed:
             self.note = f"with position_ids alone; cu_seq_lens and seq_idx gave {type(error).__name__}: {first[:100]}"
 
 
-def separate_runs(packed, parameters, keep=None):
+def separate_runs(packed, parameters):
     """Logits, gradients of the embeddings and of parameters, from runs of one sample each."""
     logits, inputs, sums = [], [], [torch.zeros_like(p) for p in parameters]
     for sample, (begin, end) in zip(packed.samples, packed.spans, strict=True):
         if begin == end:
             continue
-        kept = None if keep is None else keep[(keep >= begin) & (keep < end)] - begin
-        one = run.gradients_of(packed.model, sample, parameters, kept, use_cache=False)
+        one = run.gradients_of(packed.model, sample, parameters, use_cache=False)
         logits.append(one[0])
         inputs.append(one[1])
         sums = [total + g for total, g in zip(sums, one[2], strict=True)]
@@ -57,12 +56,13 @@ def separate_runs(packed, parameters, keep=None):
 def compare(report, what, got, expected, limit, note=""):
     """Rows for the logits and gradients of two runs."""
     report.add(f"{what}: logits", run.error_of(got[0], expected[0]), limit, note=note)
-    report.add(f"{what}: gradients", max(run.error_of(g, e) for g, e in zip(got[1:], expected[1:], strict=True)), limit)
+    error = max(run.error_of(g, e) for g, e in zip(got[1:], expected[1:], strict=True))
+    report.add(f"{what}: gradients", error, run.GRADIENTS * limit)
 
 
-def compare_packed(report, packed, separate, parameters, limit, keep=None):
+def compare_packed(report, packed, separate, parameters, limit):
     """Rows for the packed row against the runs of one sample each."""
-    together = run.gradients_of(packed.model, packed.ids, parameters, keep, **packed.metadata())
+    together = run.gradients_of(packed.model, packed.ids, parameters, **packed.metadata())
     compare(report, "packed vs separate", together, separate, limit, packed.note)
 
 

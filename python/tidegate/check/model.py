@@ -3,39 +3,15 @@
 import contextlib
 
 import torch
-from torch import nn
 
 from tidegate.check import isolation, original, run
+from tidegate.check.short import shortened
 from tidegate.check.table import Report
 from tidegate.errors import PackedInputError
 
 LENGTHS = (9, 1, 66)  # shorter than two convolutions, one token, longer than a chunk of 64
 PROMPT = 62  # tokens of the longest sample that are run before there is a cache
-BIG = 200e6  # parameters: from here on some layers and some logits stand for all
-SMALL = 1 << 20  # elements of a parameter whose gradient is compared in a big model
-
-
-def _kind(layer):
-    return tuple((name, type(module).__name__) for name, module in layer.named_modules()), tuple(
-        parameter.shape for parameter in layer.parameters()
-    )
-
-
-@contextlib.contextmanager
-def _shortened(model, wanted):
-    """The first layers only: as many as it takes to have every kind of layer. Yields a note about it."""
-    text_model = run.text_model(model)
-    layers = None if text_model is None else text_model.layers
-    if layers is None or not wanted:
-        yield ""
-        return
-    kinds = [_kind(layer) for layer in layers]
-    count = max(kinds.index(kind) for kind in kinds) + 1
-    try:
-        text_model.layers = nn.ModuleList(list(layers)[:count])
-        yield f" (the first {count} of {len(layers)} layers: all kinds)" if count < len(layers) else ""
-    finally:
-        text_model.layers = layers
+SMALL = 1 << 20  # elements of a parameter whose gradient is compared; those of the embeddings depend on all others
 
 
 @contextlib.contextmanager
@@ -50,10 +26,10 @@ def _noting(report, what):
         report.add(what, ok=False, note=f"{type(error).__name__}: {text[:160]}")
 
 
-def _add_original(report, handle, packed, parameters, keep, patched, limit):
+def _add_original(report, handle, packed, parameters, patched, limit):
     try:
         with original.unpatched(handle):
-            before = isolation.separate_runs(packed, parameters, keep)
+            before = isolation.separate_runs(packed, parameters)
     except Exception as error:  # noqa: BLE001
         text = str(error).strip().split("\n")[0]
         note = f"not compared: the original raises {type(error).__name__}: {text[:100]}"
@@ -75,24 +51,21 @@ def _add_padding(report, model, ids, limit):
         mask[1] = 1
         with torch.no_grad():
             out = model(input_ids=rows, attention_mask=mask, use_cache=False)
-        logits = getattr(out, "logits", None)
-        found = (out.last_hidden_state if logits is None else logits)[0, begin : begin + len(short)]
+        found = run.first_row(out)[begin : begin + len(short)]
         report.add(f"padded on the {side} vs unpadded", run.error_of(found, alone), limit)
 
 
 def _add_cache(report, model, ids, limit):
     """A prompt and then the rest, token by token and in one piece, against all at once."""
-    at = torch.arange(PROMPT - 1, len(ids))
-    full = run.logits_of(model, ids, at, use_cache=False)
+    full = run.logits_of(model, ids, use_cache=False)
     for what, step in (("token by token", 1), ("in two pieces", len(ids))):
         cache, found, begin = None, [], 0
         while begin < len(ids):
             end = PROMPT if begin == 0 else min(begin + step, len(ids))
-            keep = torch.arange(max(begin, PROMPT - 1) - begin, end - begin)
             with torch.no_grad():
-                out = model(input_ids=ids[None, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=keep)
+                out = model(input_ids=ids[None, begin:end], past_key_values=cache, use_cache=True)
             cache, begin = out.past_key_values, end
-            found.append(out.logits[0])
+            found.append(run.first_row(out))
         report.add(f"with a cache, {what}, vs at once", run.error_of(torch.cat(found), full), limit)
 
 
@@ -103,22 +76,20 @@ def check(model, *, seed=0, show=True):
     the first two. Works on models that are not patched too, and on those of other backends: it then says what leaks.
     """
     handle = original.handle_of(model)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    with run.undisturbed(model, seed), _shortened(model, size > BIG) as note:
+    with run.undisturbed(model, seed), shortened(model) as note:
         report = Report(f"{type(model).__name__}, {'patched' if handle else 'not patched'}{note}")
         limit = run.limit_of(model)
         packed = isolation.Packed(model, list(LENGTHS))
-        keep = torch.tensor([0, 8, 9, 10, 11, 42, 43, 74, 75]) if size > BIG else None
-        parameters = [p for p in model.parameters() if p.requires_grad and (size <= BIG or p.numel() <= SMALL)]
+        parameters = [p for p in model.parameters() if p.requires_grad and p.numel() <= SMALL]
         separate = None
         with _noting(report, "forward and backward"):
-            separate = isolation.separate_runs(packed, parameters, keep)
+            separate = isolation.separate_runs(packed, parameters)
         if separate is not None:
             if handle is not None:
-                _add_original(report, handle, packed, parameters, keep, separate, limit)
+                _add_original(report, handle, packed, parameters, separate, limit)
             with _noting(report, "packed vs separate"):
                 packed.choose_inputs()
-                isolation.compare_packed(report, packed, separate, parameters, limit, keep)
+                isolation.compare_packed(report, packed, separate, parameters, limit)
                 if not report.ok:
                     isolation.add_parts(report, packed)
             with _noting(report, "padded vs unpadded"):
