@@ -78,7 +78,7 @@ def build(family, seed=0, dtype=torch.float32, layers=4, config=None, **changes)
             if key.endswith("norm.weight"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
             elif parameter.dim() >= 2:
-                parameter.mul_(5)  # the initial 0.02 leaves every nonlinearity in its linear part
+                parameter.mul_(3)  # the initial 0.02 leaves every nonlinearity in its linear part
     return model.to(dtype)
 
 

@@ -34,6 +34,17 @@ def global_names(function):
     return {name for part in parts(function) for name in part.__code__.co_names if name in part.__globals__}
 
 
+def attribute_names(function):
+    """All names that a function or what it wraps uses, attributes included."""
+    return {name for part in parts(function) for name in part.__code__.co_names}
+
+
+def argument_names(function):
+    """All names of arguments of a function and of what it wraps: a decorator may hide the real ones."""
+    codes = [part.__code__ for part in parts(function)]
+    return {name for code in codes for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+
+
 def innermost(function):
     """The function beneath all decorators: of a function that prefers some package, the one in plain torch."""
     while isinstance(getattr(function, "__wrapped__", None), types.FunctionType):

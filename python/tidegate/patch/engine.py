@@ -4,6 +4,7 @@ import warnings
 
 from tidegate.errors import NothingPatchedError, OptionError, PatchConflictError, PatchError, SelfTestError
 from tidegate.options import nearest, resolve
+from tidegate.patch import hub_kernels
 from tidegate.patch import resolve as modules
 from tidegate.patch.handle import PatchHandle, PatchReport, Settings
 from tidegate.patch.site import record_of
@@ -180,6 +181,7 @@ def patch(
     _demand(root, sites, names, options, notes)
     handle = PatchHandle(root, settings, sites, notes)
     handle.install()
+    hub_kernels.register(root, handle.installed)
     return handle
 
 

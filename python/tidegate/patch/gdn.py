@@ -4,11 +4,10 @@ I: our forward of the whole layer, for families that we know. R, J: the layer's 
 through private globals or, in older releases, through attributes of the instance.
 """
 
-import inspect
-
 import torch
 
 from tidegate.patch import selftest
+from tidegate.patch.code import argument_names
 from tidegate.patch.gdn_families import FAMILIES, family_of, misfit, spec_of
 from tidegate.patch.gdn_forward import fused_forward
 from tidegate.patch.gdn_ops import NAMES, replacements
@@ -37,8 +36,8 @@ def not_gdn(module):
     convs = [child for child in module.children() if isinstance(child, torch.nn.Conv1d)]
     if not convs or any(conv.groups != conv.in_channels for conv in convs):
         return "no depthwise convolution"
-    parameters = inspect.signature(type(module).forward).parameters
-    missing = [name for name in ("hidden_states", "cache_params", "attention_mask") if name not in parameters]
+    arguments = argument_names(type(module).forward)
+    missing = [name for name in ("hidden_states", "cache_params", "attention_mask") if name not in arguments]
     return f"forward has no argument {', '.join(missing)}" if missing else None
 
 

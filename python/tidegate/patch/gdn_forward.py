@@ -13,18 +13,10 @@ from tidegate.delta_rule import _trains
 from tidegate.errors import PackedInputError, PatchError
 from tidegate.patch import gdn_cache, gdn_padding
 from tidegate.patch.gdn_families import norm_eps
+from tidegate.patch.gdn_ops import boundaries
 from tidegate.patch.resolve import is_sharded
 
 STEP_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def boundaries(kwargs, T):
-    """cu_seqlens of a packed batch from what reaches the layer, or None."""
-    cu = kwargs.get("cu_seq_lens_q")
-    seq_idx = kwargs.get("seq_idx")
-    if cu is None and seq_idx is not None:
-        cu = ops.seqlens(None, seq_idx.reshape(-1), None, tokens=T)
-    return cu
 
 
 def plain(tensor, name):
@@ -174,7 +166,7 @@ def fused_forward(spec, rounding):
         mask = attention_mask
         if mask is not None:
             mask = mask[:, -T:] if mask.dim() == 2 else None
-        cu = boundaries(kwargs, T)
+        cu = boundaries(kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx"), T)
         if cu is not None:
             if cache_params is not None:
                 raise PackedInputError("packed input cannot fill a cache; call with use_cache=False")

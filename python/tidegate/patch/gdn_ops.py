@@ -11,13 +11,18 @@ from tidegate.delta_rule import chunk_gated_delta_rule as _chunk
 from tidegate.recurrent import fused_recurrent_gated_delta_rule as _recurrent
 
 
+def boundaries(cu_seqlens, seq_idx, tokens):
+    """The boundaries of a packed batch from what reaches a layer, or None."""
+    if cu_seqlens is None and seq_idx is not None:
+        return ops.seqlens(None, seq_idx.reshape(-1), None, tokens=tokens)
+    return cu_seqlens
+
+
 def causal_conv1d_fn(
     x, weight, bias=None, activation=None, seq_idx=None, cu_seq_lens_q=None, cu_seqlens=None, **kwargs
 ):
     """x [B,C,T]. Boundaries come under three names."""
-    cu = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
-    if cu is None and seq_idx is not None:
-        cu = ops.seqlens(None, seq_idx.reshape(-1), None, tokens=x.shape[-1])
+    cu = boundaries(cu_seqlens if cu_seqlens is not None else cu_seq_lens_q, seq_idx, x.shape[-1])
     return ops.causal_conv1d_fwd(x.transpose(1, 2), weight, bias, cu_seqlens=cu, activation=activation)[0].transpose(
         1, 2
     )
@@ -45,6 +50,7 @@ def chunk_gated_delta_rule(
     output_final_state=False,
     use_qk_l2norm_in_kernel=False,
     cu_seqlens=None,
+    seq_idx=None,
     **kwargs,
 ):
     return _chunk(
@@ -56,7 +62,7 @@ def chunk_gated_delta_rule(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=boundaries(cu_seqlens, seq_idx, query.shape[1]),
     )
 
 
@@ -70,6 +76,7 @@ def recurrent_gated_delta_rule(
     output_final_state=False,
     use_qk_l2norm_in_kernel=False,
     cu_seqlens=None,
+    seq_idx=None,
     **kwargs,
 ):
     return _recurrent(
@@ -81,7 +88,7 @@ def recurrent_gated_delta_rule(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=boundaries(cu_seqlens, seq_idx, query.shape[1]),
     )
 
 

@@ -6,7 +6,7 @@ import functools
 import torch
 
 from tidegate.errors import PackedInputError
-from tidegate.patch.code import that_names, with_globals
+from tidegate.patch.code import attribute_names, that_names, with_globals
 from tidegate.patch.gdn_ops import as_attributes
 from tidegate.patch.site import MISSING, ForwardSite, call_original
 
@@ -83,10 +83,9 @@ class AttributeSite(ForwardSite):
     def __init__(self, path, op, module, mechanism, functions, **options):
         super().__init__(path, op, module, mechanism, _packed_forward, **options)
         self.functions, self.kept = functions, {}
-        code = type(
-            module
-        ).forward.__code__.co_names  # a layer without kwargs, or with convolution modules, cannot pack
-        self.packs = "causal_conv1d_fn" in functions and "causal_conv1d_fn" in code and "get" in code
+        used = attribute_names(type(module).forward)
+        # Layers that take no keywords, or call convolution modules, cannot pack.
+        self.packs = "causal_conv1d_fn" in functions and "causal_conv1d_fn" in used and "get" in used
 
     def _install(self):
         super()._install()

@@ -16,8 +16,11 @@ NAME = "apply_rotary_pos_emb"
 def _rotate(x, cos, sin, layout):
     if cos.dim() == 3 and cos.shape[0] != x.shape[0]:  # one row of tables for all
         cos, sin = cos.expand(x.shape[0], -1, -1), sin.expand(x.shape[0], -1, -1)
-    rounding = "hf" if cos.dtype == x.dtype else "fp32"  # wider tables: the model computes in their type
-    return ops.partial_rope_fwd(x, cos, sin, layout=layout, rounding=rounding)
+    # Tables wider than x: the model computes in their type and rounds once.
+    wider = cos.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+    if not wider:
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return ops.partial_rope_fwd(x, cos, sin, layout=layout, rounding="fp32" if wider else "hf")
 
 
 def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):

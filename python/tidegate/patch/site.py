@@ -132,7 +132,10 @@ def _guarded(function, op, like):
 
 
 def is_bound(value, function, module):
-    return isinstance(value, types.MethodType) and value.__func__ is function and value.__self__ is module
+    """Whether a value is a function, or one of ours for an op (a text), bound to a module."""
+    if not isinstance(value, types.MethodType) or value.__self__ is not module:
+        return False
+    return value.__func__ is function or (isinstance(function, str) and getattr(value, "tidegate", None) == function)
 
 
 def _reaches(value, target, depth=4):
@@ -206,7 +209,7 @@ class ForwardSite(Site):
     def _remove(self):
         module = self.module
         name, value = own_forward(module)
-        if is_bound(value, self.bound, module):
+        if is_bound(value, self.op, module):
             before = self.before.get(name, MISSING)
             if name == "_old_forward" and before is MISSING:  # the hook came after us
                 before = types.MethodType(type(module).forward, module)
@@ -219,7 +222,9 @@ class ForwardSite(Site):
 
     def intact(self):
         value = own_forward(self.module)[1]
-        return value is not MISSING and _reaches(value, types.MethodType(self.bound, self.module))
+        return is_bound(value, self.op, self.module) or (
+            value is not MISSING and _reaches(value, types.MethodType(self.bound, self.module))
+        )
 
     def copy_to(self, module, memo):
         twin = super().copy_to(module, memo)
