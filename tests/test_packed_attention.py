@@ -48,6 +48,15 @@ def test_bits_of_separate_calls(dtype, padded):
         assert torch.equal(got.grad, want.grad), f"d{name}"  # adding up the slices makes a zero of a minus zero
 
 
+def test_autocast():
+    q, k, v = qkv(12)
+    cu = torch.tensor([0, 5, 12])
+    with torch.autocast("cpu", torch.bfloat16):
+        got = attention_forward(MODULE, q, k, v.bfloat16(), None, cu_seq_lens_q=cu)[0]
+    want = attention_forward(MODULE, *(x.bfloat16() for x in (q, k, v)), None, cu_seq_lens_q=cu)[0]
+    assert_bits("out", got, want)
+
+
 def test_fp64_gradients():
     q, k, v = leaves(*qkv(7, width=8, dtype=torch.float64))
     cu = torch.tensor([0, 3, 7])

@@ -30,7 +30,7 @@ def _token_major(x):
 
 
 @torch.library.custom_op(
-    "tidegate::packed_attention",
+    "tidegate_packed::attention",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float scale) -> (Tensor, Tensor)",
 )
@@ -55,7 +55,7 @@ packed_attention.register_fake(lambda q, k, v, cu_seqlens, scale: _empty(q))
 
 
 @torch.library.custom_op(
-    "tidegate::packed_attention_bwd",
+    "tidegate_packed::attention_bwd",
     mutates_args=(),
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, float scale) -> "
     "(Tensor, Tensor, Tensor)",
@@ -99,6 +99,8 @@ def attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     _check(module, query, key, value, attention_mask, dropout, is_causal)
+    if torch.is_autocast_enabled("cpu"):  # as SDPA does; tables of positions may have left q and k in fp32
+        query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out, _ = packed_attention(query, key, value, cu_seq_lens_q, scale)
     return out.transpose(1, 2).contiguous(), None

@@ -88,7 +88,7 @@ def check_mask(attention_mask):
 
 
 @torch.library.custom_op(
-    "tidegate::packed_boundaries",
+    "tidegate_packed::boundaries",
     mutates_args=(),
     schema="(Tensor? cu_seq_lens_q, Tensor? cu_seq_lens_k, Tensor? seq_idx, Tensor? position_ids, "
     "Tensor? attention_mask, *, SymInt tokens, SymInt max_length_q=-1, SymInt max_length_k=-1, "
@@ -140,7 +140,7 @@ def _(cu_seq_lens_q, cu_seq_lens_k, seq_idx, position_ids, attention_mask, *, to
 
 
 @torch.library.custom_op(
-    "tidegate::unpacked_positions",
+    "tidegate_packed::unpacked_positions",
     mutates_args=(),
     schema="(Tensor position_ids, Tensor? attention_mask) -> Tensor",
 )
