@@ -21,7 +21,15 @@ OPS = {  # every op that a site can have, and the switch that governs it
     "router": "router",
     "experts": "gmm",
 }
-GROUPS = {"gdn": ("gdn_layer",), "moe": ("router", "experts"), "norms": ("gated_rmsnorm", "rmsnorm")}
+GROUPS = {
+    "gdn": ("gdn_layer",),
+    "moe": ("router", "experts"),
+    "norms": ("gated_rmsnorm", "rmsnorm"),
+    "attention": (
+        "attention",
+        "packed",
+    ),  # our attention leaves it to the model's forward to see that positions restart
+}
 CHECKS = ("install", "off")
 SCOPES = ("model", "process")
 
@@ -44,9 +52,10 @@ def _names(ops):
 
 def finders():
     """The functions find(root, options) -> sites, in the order in which sites are installed."""
+    from tidegate.packed.sites import find_attention, find_packed
     from tidegate.patch import gdn, moe, norms, rope
 
-    return [gdn.find, norms.find_gated, norms.find, rope.find, moe.find]
+    return [gdn.find, norms.find_gated, norms.find, rope.find, moe.find, find_attention, find_packed]
 
 
 def _find(root, asked, options):
