@@ -49,7 +49,8 @@ def _call(op, given, outputs):
                 checks.refuse(name, size, ">= 1", given[size])
         if given["HV"] % given["HK"]:
             checks.refuse(name, "HV", f"a multiple of {given['HK']} (HK)", given["HV"])
-    _contracts.check(name, given)
+    if name != "seqlens":  # it has better words for a wrong length
+        _contracts.check(name, given)
     if name not in KERNELS:
         _missing(name)
     checks.memory(name, given, written, IN_PLACE.get(name, ()))

@@ -51,6 +51,10 @@ def seqlens(cu_seqlens=None, seq_idx=None, position_ids=None, tokens=0):
     """int32 [tokens + 1]: the offsets without empty sequences, then `tokens` over and over."""
     if tokens < 0:
         refuse(OP, "tokens", ">= 0", tokens)
+    for name, ids in (("cu_seqlens", cu_seqlens), ("seq_idx", seq_idx), ("position_ids", position_ids)):
+        if ids is not None and ids.dtype not in (torch.int32, torch.int64):
+            got = str(ids.dtype).removeprefix("torch.")
+            raise TypeError(f"{OP}: {name}: expected dtype int32 or int64, got dtype {got}")
     found = {}
     if cu_seqlens is not None:
         if cu_seqlens.dim() != 1:
