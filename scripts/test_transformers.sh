@@ -8,7 +8,9 @@ python=$1
 shift
 folder=.venv-transformers
 before=${PYTHONPATH:-}
-files=$(grep -lE 'tiny_models|fla\.backends' tests/test_*.py)
+models=$(grep -l tiny_models tests/test_*.py)
+# What can depend on flash-linear-attention being importable.
+beside_fla="tests/test_matrix_cell.py tests/test_patch_models.py tests/test_registration.py tests/test_fla_backend.py"
 status=0
 
 # unmet <folder>: what the packages in a folder require and the environment has in another version
@@ -43,7 +45,7 @@ if ! "$python" -c 'import transformers' 2>/dev/null; then
   exit 0
 fi
 for cell in "$@"; do
-  release=${cell%+fla} path=
+  release=${cell%+fla} path='' files=$models
   if [ "$release" != newest ]; then
     fetch "$release" "transformers==$release" || { status=1; continue; }
     path=$PWD/$folder/$release
@@ -51,7 +53,7 @@ for cell in "$@"; do
   if [ "$cell" != "$release" ]; then
     # The release whose functions and registry we serve; its kernels need Triton only to be imported.
     fetch fla flash-linear-attention==0.6.0 fla-core==0.6.0 einops || { status=1; continue; }
-    path=$path:$PWD/$folder/fla
+    path=$path:$PWD/$folder/fla files=$beside_fla
   fi
   export PYTHONPATH=${path#:}${before:+:$before}
   echo "== Transformers $("$python" -c 'import transformers; print(transformers.__version__)'), flash-linear-attention" \
