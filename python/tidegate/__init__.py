@@ -1,20 +1,29 @@
 """Tidegate: the operators of gated-delta + MoE models (Qwen3-Next, Qwen3.5, Qwen3.6 and relatives), fast on CPUs."""
 
 from tidegate._native import __version__, isa, ops, set_isa
+from tidegate.check import check, check_isolation
 from tidegate.decode import gdn_packed_decode
 from tidegate.delta_rule import chunk_gated_delta_rule, chunk_gdn, chunk_size
 from tidegate.norm import RMSNormGated, rms_norm, rms_norm_gated
+from tidegate.options import PatchOptions
+from tidegate.packed import pack
+from tidegate.patch import PatchHandle, kernelize_model, patch, unpatch
 from tidegate.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn, recurrent_gated_delta_rule
+from tidegate.registration import register, unregister
 from tidegate.report import report
 from tidegate.rope import partial_rope
 from tidegate.state import Sequence, Snapshot, StatePool, load_snapshots, save_snapshots
 
 __all__ = [
+    "PatchHandle",
+    "PatchOptions",
     "RMSNormGated",
     "Sequence",
     "Snapshot",
     "StatePool",
     "__version__",
+    "check",
+    "check_isolation",
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_size",
@@ -22,13 +31,19 @@ __all__ = [
     "fused_recurrent_gdn",
     "gdn_packed_decode",
     "isa",
+    "kernelize_model",
     "load_snapshots",
     "ops",
+    "pack",
     "partial_rope",
+    "patch",
     "recurrent_gated_delta_rule",
+    "register",
     "report",
     "rms_norm",
     "rms_norm_gated",
     "save_snapshots",
     "set_isa",
+    "unpatch",
+    "unregister",
 ]

@@ -1,13 +1,24 @@
 """tidegate.report(): what runs here, and why."""
 
+import importlib.metadata
+import importlib.util
 import os
 import platform
 
 import torch
 
 from tidegate import _native
+from tidegate.options import BY_NAME, PREFIX
+from tidegate.patch import report_model
 
-ENVIRONMENT = ("TIDEGATE_ISA", "TIDEGATE_NUM_THREADS")
+PACKAGES = ("transformers", "fla", "causal_conv1d", "kernels", "peft", "accelerate")
+
+
+def _version(package):
+    try:
+        return importlib.metadata.version({"fla": "flash-linear-attention"}.get(package, package))
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
 
 
 class Report(dict):
@@ -20,24 +31,29 @@ class Report(dict):
     __repr__ = __str__
 
 
-def report():
-    """Version, instruction sets, threads, torch, and which native library is loaded or why not."""
+def report(model=None):
+    """What runs here: versions, instruction sets, threads, native library. With a model: what is patched in it."""
+    if model is not None:
+        return report_model(model)
     facts = Report(tidegate=_native.__version__)
-    if _native.load_error is None:
-        facts["native library"] = str(_native.library_path)
+    loaded = _native.load_error is None
+    facts["native library"] = str(_native.library_path) if loaded else f"not loaded: {_native.load_error}"
+    facts["fallback"] = f"plain torch: {_native.fallback}" if _native.fallback else "no"
+    if loaded or _native.fallback:
         try:
             version, active, available = _native._about()
-            facts["native version"] = version
+            facts["native version"] = version if loaded else "none"
             facts["isa in use"] = active
             facts["isa available"] = ", ".join(available)
         except _native.NATIVE_ERRORS as error:  # TIDEGATE_ISA holds a name that this CPU does not have
             facts["isa in use"] = f"none: {str(error).splitlines()[0]}"
-    else:
-        facts["native library"] = f"not loaded: {_native.load_error}"
     facts["threads"] = f"{torch.get_num_threads()} (torch's pool)"
     facts["torch"] = torch.__version__
     facts["python"] = platform.python_version()
-    for name in ENVIRONMENT:
-        if os.environ.get(name):
-            facts[name] = os.environ[name]
+    for name in PACKAGES:
+        if importlib.util.find_spec(name) is not None:
+            facts[name] = _version(name)
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX):
+            facts[name] = os.environ[name] + ("" if name in BY_NAME else "  (unknown: patch() will refuse it)")
     return facts

@@ -1,0 +1,213 @@
+"""tidegate.patch and its relatives: find the sites, test them, install all of them or none."""
+
+import warnings
+
+from tidegate._native import require
+from tidegate.errors import NothingPatchedError, OptionError, PatchConflictError, PatchError, SelfTestError
+from tidegate.options import nearest, resolve
+from tidegate.patch import hub_kernels
+from tidegate.patch import resolve as modules
+from tidegate.patch.handle import PatchHandle, PatchReport, Settings
+from tidegate.patch.site import record_of
+
+OPS = {  # every op that a site can have, and the switch that governs it
+    "gdn_layer": "gdn",
+    "gated_rmsnorm": "gated_rmsnorm",
+    "rmsnorm": "rmsnorm",
+    "rope": "rope",
+    "swiglu": "swiglu",
+    "attention": "attention",
+    "packed": "fused_ops",
+    "router": "router",
+    "experts": "gmm",
+}
+GROUPS = {
+    "gdn": ("gdn_layer",),
+    "moe": ("router", "experts"),
+    "norms": ("gated_rmsnorm", "rmsnorm"),
+    "attention": (
+        "attention",
+        "packed",
+    ),  # our attention leaves it to the model's forward to see that positions restart
+}
+CHECKS = ("install", "off")
+SCOPES = ("model", "process")
+
+
+def _names(ops):
+    """The ops asked for, in the order of the table; "all" is the empty tuple of names asked for."""
+    if ops == "all":
+        return ()
+    given = (ops,) if isinstance(ops, str) else tuple(ops)
+    wanted = set()
+    for name in given:
+        if name not in OPS and name not in GROUPS:
+            known = [*OPS, *GROUPS]
+            raise OptionError(f"unknown op {name!r}{nearest(str(name), known)}; known: all, {', '.join(known)}")
+        wanted |= set(GROUPS.get(name, (name,)))
+    if not wanted:
+        raise OptionError('ops: expected "all" or at least one name, got none')
+    return tuple(op for op in OPS if op in wanted)
+
+
+def finders():
+    """The functions find(root, options) -> sites, in the order in which sites are installed."""
+    from tidegate.packed.sites import find_attention, find_packed
+    from tidegate.patch import gdn, moe, norms, rope
+
+    return [gdn.find, norms.find_gated, norms.find, rope.find, moe.find, find_attention, find_packed]
+
+
+def _find(root, asked, options):
+    """All sites of the ops asked for whose switches are on, and notes about those that are off."""
+    sites, notes = [], []
+    wanted = asked or tuple(OPS)
+    off = {op: options.why_off(switch) for op, switch in OPS.items() if op in wanted and options.why_off(switch)}
+    for finder in finders():
+        if any(op in wanted and op not in off for op in finder.ops):
+            sites += [site for site in finder(root, options) if site.op in wanted and site.op not in off]
+    notes += [f"{op}: not installed: {why}" for op, why in off.items()]
+    for site in sites:
+        device = None if site.verdict else modules.foreign_device(site.module)
+        if device is not None:
+            site.refuse(f"parameters are on {device}: move the model to the CPU")
+    return sites, notes
+
+
+def _test(sites, settings):
+    """Compares every kind of replacement with its original, once. Returns nothing; sites know what was found."""
+    found = {}
+    for site in sites:
+        if site.verdict or site.test is None:
+            continue
+        blocked = modules.unreadable(site.module)
+        if blocked or settings.check == "off":
+            site.checked = f"unchecked: {blocked or 'check is off'}"
+            if not site.known:
+                site.refuse(f"a family that is not known must be tested, but is {site.checked}")
+            continue
+        key = site.test_key if site.test_key is not None else id(site)
+        if key not in found:
+            try:
+                found[key] = site.test(), None
+            except SelfTestError as error:
+                found[key] = "", error
+        site.checked, error = found[key]
+        if error is not None:
+            if settings.options.strict and site.known:
+                raise SelfTestError(f"{site.path}: {error}") from error
+            site.refuse(str(error))
+
+
+def _demand(root, sites, asked, options, notes):
+    """Complains if there is nothing to install, or less than was asked for."""
+    taken = {site.op for site in sites if not site.verdict}
+    problems = []
+    if not taken:
+        problems.append("found nothing to patch")
+    problems += [f"found no place for {op!r}" for op in asked if op not in taken and options.on(OPS[op])]
+    layers = modules.linear_layers(root)
+    if layers and options.on("gdn") and (not asked or "gdn_layer" in asked):
+        count = sum(site.op == "gdn_layer" and not site.verdict for site in sites)
+        if count < layers:
+            problems.append(f"found {count} of {layers} linear-attention layers")
+    if not problems:
+        return
+    why = dict.fromkeys(f"{site.op} in {type(site.module).__name__}: {site.reason}" for site in sites if site.verdict)
+    text = "; ".join(problems) + f". Classes seen: {modules.class_names(root)}"
+    text = "; ".join([text, *list(why)[:5], *notes])
+    if options.strict:
+        raise NothingPatchedError(f"{text}. With strict=False this is a warning")
+    warnings.warn(f"tidegate.patch: {text}", stacklevel=3)
+
+
+def existing_handle(root):
+    """The handle of a patched model: the one that patched it, or a new one for a copy. None if it is not patched."""
+    records = [record for _, module in modules.named_modules(root) if (record := record_of(module)) is not None]
+    handles = list(dict.fromkeys(record.handle for record in records if record.handle is not None))
+    orphans = [record for record in records if record.handle is None]
+    if not records:
+        return None
+    if handles and not orphans:
+        return handles[0]
+    handle = PatchHandle(root, records[0].settings, [site for record in orphans for site in record.sites.values()])
+    for record in orphans:
+        record.handle = handle
+    return handle
+
+
+def patch(
+    model=None,
+    ops="all",
+    options=None,
+    strict=True,
+    check="install",
+    padding_free=None,
+    scope="model",
+    replace=False,
+):
+    """Puts the operators under a model; returns a handle with report() and undo(). See docs/patching.md.
+
+    Without a model: for every model of the process. strict=False makes a warning of a place that was not found.
+    """
+    names = _names(ops)
+    if check not in CHECKS:
+        raise OptionError(f"check: expected one of {CHECKS}, got {check!r}")
+    if scope not in SCOPES:
+        raise OptionError(f"scope: expected one of {SCOPES}, got {scope!r}")
+    off = {"strict": None if strict else False, "check": None if check == "install" else False}  # None: not asked for
+    options = resolve(options, padding_free=padding_free, **off)
+    settings = Settings(names, options, scope, "install" if options.check else "off")
+    if options.enabled:
+        require()
+    if model is None or scope == "process":
+        from tidegate.patch.process import patch_process
+
+        return patch_process(None if model is None else modules.core(model), settings, replace)
+    root = modules.core(model)
+    handle = existing_handle(root)
+    handle = handle if handle is not None and handle.installed else None
+    if handle is not None and handle.settings != settings and not replace:
+        changes = "; ".join(handle.settings.differences(settings))
+        raise PatchConflictError(
+            f"the model is already patched with other settings ({changes}): undo() the first patch or pass replace=True"
+        )
+    if handle is not None and handle.settings == settings:
+        handle.repair()
+        return handle
+    if not options.enabled:
+        return PatchHandle(root, settings, notes=[f"nothing is installed: {options.why_off('enabled')}"])
+    if handle is not None:
+        handle.undo()
+    sites, notes = _find(root, names, options)
+    _test(sites, settings)
+    _demand(root, sites, names, options, notes)
+    handle = PatchHandle(root, settings, sites, notes)
+    handle.install()
+    hub_kernels.register(root, handle.installed)
+    return handle
+
+
+def unpatch(model):
+    """Undoes the patch of a model. True if there was one."""
+    handle = existing_handle(modules.core(model))
+    if handle is not None:
+        handle.undo()
+    return handle is not None
+
+
+def report_model(model):
+    """The report of a model's patch; empty if it has none."""
+    handle = existing_handle(modules.core(model))
+    return PatchReport() if handle is None else handle.report()
+
+
+def kernelize_model(model, mode=None, device=None, use_fallback=True):
+    """The same work under the name that trainers call; returns what it was given. use_fallback=False is strict."""
+    kind = getattr(device, "type", str(device).split(":")[0] if device is not None else "cpu")
+    if kind == "cpu":
+        handle = patch(model, strict=not use_fallback)
+        handle.notes = [*handle.notes, *([f"mode: {mode}"] if mode is not None else [])]
+    elif not use_fallback:
+        raise PatchError(f"kernelize_model: expected device cpu, got {device}: these operators run on the CPU")
+    return model

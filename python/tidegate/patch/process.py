@@ -1,0 +1,105 @@
+"""patch() for the whole process: the functions that the modeling files of Transformers call, replaced in those files.
+
+Every model of a family is served, whenever it was made. Its own forward stays, only the operators in it are ours.
+"""
+
+import gc
+import importlib
+import importlib.util
+import sys
+
+from tidegate.errors import NothingPatchedError, PatchConflictError
+from tidegate.patch import gdn_ops
+from tidegate.patch.gdn_families import FAMILIES, family_of
+from tidegate.patch.gdn_original import AttributeSite, attributes_of
+from tidegate.patch.handle import PatchHandle
+from tidegate.patch.resolve import named_modules
+from tidegate.patch.site import MISSING, Site, record_of
+
+# How older modeling files, whose layers copy the functions when they are made, call what others name torch_...
+OLDER = {
+    "torch_chunk_gated_delta_rule": "chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
+}
+_handle = None
+
+
+class GlobalsSite(Site):
+    """Global functions of a modeling file. `module` is the file's Python module."""
+
+    def __init__(self, path, module, functions):
+        super().__init__(path, "gdn_layer", module, "H:globals", reason=", ".join(functions))
+        self.functions, self.before = functions, {}
+
+    def _install(self):
+        for name, function in self.functions.items():
+            if self.module.__dict__.get(name) is not function:
+                self.before[name] = self.module.__dict__.get(name, MISSING)
+                setattr(self.module, name, function)
+
+    def _remove(self):
+        for name, value in self.before.items():
+            if self.module.__dict__.get(name) is self.functions[name]:  # else someone else's, to be left alone
+                delattr(self.module, name) if value is MISSING else setattr(self.module, name, value)
+        self.before = {}
+        return False
+
+    def intact(self):
+        return all(self.module.__dict__.get(name) is function for name, function in self.functions.items())
+
+
+def _file(family):
+    """The modeling file of a family as a module, or None if this Transformers does not have it."""
+    name = f"transformers.models.{family}.modeling_{family}"
+    if name not in sys.modules and importlib.util.find_spec("transformers") is None:
+        return None
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
+
+
+def _sites(family, functions):
+    file = _file(family)
+    if file is None:
+        return []
+    if all(name in file.__dict__ for name in OLDER.values()):  # layers copy what they call when they are made
+        renamed = {OLDER.get(name, name): function for name, function in functions.items()}
+        renamed = {name: function for name, function in renamed.items() if name in file.__dict__}
+        made = [
+            value for value in gc.get_objects() if type(value).__module__ == file.__name__ and hasattr(value, "A_log")
+        ]
+        sites = [
+            AttributeSite(f"{family} layer {layer.layer_idx}", "gdn_layer", layer, "J:attributes", attributes)
+            for layer in made
+            if record_of(layer) is None and (attributes := attributes_of(layer, functions))
+        ]
+        return [GlobalsSite(file.__name__, file, renamed), *sites]
+    here = {name: function for name, function in functions.items() if name in file.__dict__}
+    return [GlobalsSite(file.__name__, file, here)] if here else []
+
+
+def patch_process(root, settings, replace):
+    """The handle of the process; there is one. With a model: only the families in it."""
+    global _handle
+    if _handle is not None and _handle.installed:
+        if _handle.settings == settings:
+            _handle.repair()
+            return _handle
+        if not replace:
+            changes = "; ".join(_handle.settings.differences(settings))
+            raise PatchConflictError(f"the process is already patched with other settings ({changes})")
+        _handle.undo()
+    options = settings.options
+    families = FAMILIES
+    if root is not None:
+        families = tuple(dict.fromkeys(f for _, module in named_modules(root) if (f := family_of(module)) is not None))
+    if not options.on("gdn"):
+        return PatchHandle(None, settings, notes=[f"nothing is installed: {options.why_off('gdn')}"])
+    sites = [site for family in families for site in _sites(family, gdn_ops.replacements(options))]
+    if not sites and options.strict:
+        raise NothingPatchedError(f"no modeling file of {', '.join(FAMILIES)} found: is Transformers installed?")
+    handle = PatchHandle(None, settings, sites)
+    handle.install()
+    _handle = handle
+    return handle

@@ -1,0 +1,84 @@
+"""patch() without a model, and what else is shared by all models of a process."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import tiny_models as tiny  # noqa: E402
+from test_patch_models import T32, stock  # noqa: E402
+
+import tidegate  # noqa: E402
+from tidegate.errors import PatchConflictError  # noqa: E402
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_models_before_and_after(family, monkeypatch):
+    from tidegate.patch import gdn_ops
+
+    calls, rule = [], gdn_ops._chunk
+    monkeypatch.setattr(gdn_ops, "_chunk", lambda *args, **kwargs: calls.append(0) or rule(*args, **kwargs))
+    ids, expected = tiny.tokens(), tiny.logits(stock(family), tiny.tokens())
+    before = tiny.build(family)
+    with tidegate.patch() as handle:
+        assert handle.installed and handle is tidegate.patch() and "H:globals" in str(handle.report())
+        with pytest.raises(PatchConflictError):
+            tidegate.patch(options={"gdn_conv": False})
+        for model in (before, tiny.build(family)):
+            calls.clear()
+            assert tiny.relative(tiny.logits(model, ids), expected) < T32 and len(calls) == 3
+            assert not tidegate.report(model)
+    calls.clear()
+    after = stock(family)
+    tiny.logits(after, ids)
+    assert calls == [] and not handle.installed
+
+
+def test_the_scope_of_a_model_is_its_family():
+    model = tiny.build("qwen3_5")
+    with tidegate.patch(model, scope="process") as handle:
+        assert {site.path for site in handle.sites if "." in site.path} == {
+            "transformers.models.qwen3_5.modeling_qwen3_5"
+        }
+
+
+def test_two_models_of_one_configuration():
+    config = tiny.config_of("qwen3_5")
+    a, b = (tiny.build("qwen3_5", config=config) for _ in range(2))
+    for model in (a, b):
+        for layer in tiny.linear_layers(model):
+            layer.__dict__.pop("forward", None)
+    ids = tiny.tokens()
+    before = [{k: id(v) for k, v in module.__dict__.items()} for module in b.modules()]
+    tidegate.patch(a)
+    assert before == [{k: id(v) for k, v in module.__dict__.items()} for module in b.modules()]
+    assert tidegate.report(b) == [] and len(tidegate.report(a).only(status="installed")) > 0
+    assert torch.isfinite(tiny.logits(a, ids)).all()
+
+
+def test_kernels_that_reset_forwards():
+    """`kernels` resets forwards of instances: seen as lost, repaired, and survived where it was on before."""
+    pytest.importorskip("kernels")
+    model = tiny.build("qwen3_5")
+    if not getattr(type(tiny.linear_layers(model)[0]), "kernel_layer_name", None):
+        pytest.skip("this Transformers has no kernel layers, or another version of kernels is installed")
+    ids, expected = tiny.tokens(), tiny.logits(stock("qwen3_5"), tiny.tokens())
+    handle = tidegate.patch(model)
+    try:
+        model.set_use_kernels(True)
+    except (ValueError, ImportError) as error:
+        pytest.skip(f"kernels cannot be used here: {error}")
+    assert len(handle.report().only(op="gdn_layer", status="lost")) == 3
+    assert tidegate.patch(model) is handle and not handle.report().only(status="lost")
+    handle.undo()
+    handle = tidegate.patch(model)  # now with use_kernels on
+    for mode in (True, False, True):
+        model.train(mode)
+        assert not handle.report().only(status="lost")
+    model.eval()
+    assert tiny.relative(tiny.logits(model, ids), expected) < T32
+    other = tiny.build("qwen3_5")
+    other.set_use_kernels(True)  # our class is in the registry; this model is not patched and must not notice
+    assert tidegate.report(other) == []
+    handle.undo()
+    assert not handle.installed and "_tidegate" not in tiny.linear_layers(model)[0].__dict__
