@@ -69,15 +69,30 @@ def together(model, ids, **arguments):
     return out.logits[0].detach(), out.loss.detach(), gradients(model)
 
 
+def exact(family, lengths):
+    """The separate runs in fp64, where our operators run their definitions."""
+    model = tiny_models.build(family).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    tidegate.patch(model)
+    return separate(model, lengths)
+
+
 def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_equal_runs(got, want, limit=1e-5):
-    """Largest error, relative to the largest value."""
+def assert_equal_runs(got, want, limit=1e-5, truth=None):
+    """Largest error, relative to the largest value. truth() gives the same in fp64, for gradients of decays: those are
+    small differences of large sums, and two right runs in fp32 may differ by more than each differs from the truth."""
     assert tiny_models.relative(got[0], want[0]) <= limit
     assert abs(float(got[1]) - float(want[1])) <= limit * abs(float(want[1]))
     assert got[2].keys() == want[2].keys()
     errors = {name: tiny_models.relative(got[2][name], value) for name, value in want[2].items()}
-    worst = max(errors, key=errors.get)
-    assert errors[worst] <= limit, f"{worst}: {errors[worst]:.2g}"
+    errors = {name: error for name, error in errors.items() if error > limit}
+    if errors and truth is not None:
+        exact = truth()[2]
+        assert all(name.rpartition(".")[2] in ("A_log", "dt_bias") for name in errors), errors
+        errors = {name: tiny_models.relative(got[2][name].double(), exact[name]) for name in errors}
+        errors = {name: error for name, error in errors.items() if error > limit}
+    assert not errors, errors
