@@ -117,7 +117,7 @@ def _demand(root, sites, asked, options, notes):
     text = "; ".join([text, *list(why)[:5], *notes])
     if options.strict:
         raise NothingPatchedError(f"{text}. With strict=False this is a warning")
-    warnings.warn(f"tidegate.patch: {text}", stacklevel=4)
+    warnings.warn(f"tidegate.patch: {text}", stacklevel=3)
 
 
 def existing_handle(root):

@@ -1,0 +1,79 @@
+"""Patched models in two processes on gloo: FSDP2 and DDP train as unpatched ones do."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+pytest.importorskip("transformers")
+
+import tiny_models as tiny  # noqa: E402
+from test_patch_models import T32, stock  # noqa: E402
+
+import tidegate  # noqa: E402
+
+STEPS = 3
+KINDS = ("ddp", "fsdp2")
+ORDERS = ("unpatched", "before", "after")  # when the model is patched: before it is wrapped, or after
+
+
+def wrap(model, kind):
+    if kind == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.fsdp import fully_shard
+
+    base = model.model
+    for layer in base.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def train(kind, order, rank):
+    """Losses of some steps on this rank's samples."""
+    model = stock("qwen3_5", layers=2) if order == "unpatched" else tiny.build("qwen3_5", layers=2)
+    if order == "before":
+        tidegate.patch(model)
+    wrapped = wrap(model, kind)
+    if order == "after":
+        rows = tidegate.patch(wrapped).report().only(op="gdn_layer")
+        assert rows[0].path == "model.layers.0.linear_attn" and rows[0].status == "installed"
+        assert rows[0].checked.startswith("err" if kind == "ddp" else "unchecked: sharded")
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ids = tiny.tokens(1, 30, seed=10 * step + rank)
+        loss = wrapped(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    if order != "unpatched":
+        assert tidegate.unpatch(wrapped) and not tidegate.report(wrapped)
+        assert all("_tidegate" not in module.__dict__ for module in wrapped.modules())
+    return torch.stack(losses)
+
+
+def work(rank, port, results):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        results[rank] = {(kind, order): train(kind, order, rank) for kind in KINDS for order in ORDERS}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(work, (port, results), nprocs=2)
+        for rank in range(2):
+            for kind in KINDS:
+                expected = results[rank][kind, "unpatched"]
+                assert all(tiny.relative(results[rank][kind, order], expected) < T32 for order in ORDERS), (rank, kind)
