@@ -65,7 +65,8 @@ def decode_rows(op):
         (op, "scale", NAN, ValueError, "scale: expected a finite number, got nan"),
         (op, "eps", -1.0, ValueError, "eps: expected a finite number >= 0, got -1"),
         (op, "activation", "gelu", ValueError, "activation: expected"),
-        (op, "norm_rounding", "bf16", ValueError, "rounding: expected hf or fp32"),
+        (op, "HV", 2**40, ValueError, "mixed: expected shape"),
+        (op, "norm_rounding", "bf16", ValueError, "norm_rounding: expected hf or fp32"),
         (op, "projection", "kqv", ValueError, "projection: expected qkv or qkvz_ba, got kqv"),
         (op, "state_v_first", False, ValueError, "state: expected shape [7, 4, 4, 3], got [7, 4, 3, 4]"),
     ]

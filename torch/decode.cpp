@@ -45,7 +45,7 @@ void run(Inputs in, const Tensor* given, Tensor* made) {
   o.null_slot = in.null_slot;
   o.state_v_first = in.state_v_first;
   o.scale = in.scale;
-  o.norm = {in.eps, parse_activation(op, in.activation), parse_rounding(op, in.norm_rounding)};
+  o.norm = {in.eps, parse_activation(op, in.activation), parse_rounding(op, in.norm_rounding, "norm_rounding")};
   check_apart(
       op, {{"conv_state", in.conv_state}, {"state", in.state}, {"y", given != nullptr ? Optional(*given) : Optional()}},
       {{"cu_seqlens", in.cu_seqlens},
@@ -53,8 +53,11 @@ void run(Inputs in, const Tensor* given, Tensor* made) {
        {"conv_indices", in.conv_indices},
        {"num_accepted_tokens", in.num_accepted_tokens}});
   if (made != nullptr) {
-    check(in.HV >= 1 && in.V >= 1, op, ": HV: expected >= 1, as V, got ", in.HV, " and ", in.V);
-    *made = empty({mixed.size(0), in.HV * in.V}, scalar_type(mixed.dtype));
+    // A result wider than a state is an error that the operator finds; memory is not taken for it.
+    const TensorView pool = view(op, "state", in.state);
+    const bool fits =
+        pool.rank == 4 && in.HV >= 1 && in.V >= 1 && in.HV <= pool.size(1) && in.V <= pool.size(2) * pool.size(3);
+    *made = empty({mixed.size(0), fits ? in.HV * in.V : 0}, scalar_type(mixed.dtype));
   }
   gdn_packed_decode(mixed, dense(op, "z", in.z), dense(op, "a", in.a), dense(op, "b", in.b),
                     view(op, "conv_state", in.conv_state), view(op, "conv_weight", in.conv_weight),

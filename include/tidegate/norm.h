@@ -19,7 +19,8 @@ void l2norm_bwd(const TensorView& dy, const TensorView& x, const TensorView& rst
 // kHf repeats Transformers' roundings: n = round(x * rstd), m = round(weight * n) in the promoted type, y = round(m *
 // act(z)). kFp32 rounds once.
 enum class Rounding : std::uint8_t { kHf, kFp32 };
-Rounding parse_rounding(std::string_view op, std::string_view name);  // "hf", "fp32"
+// "hf", "fp32"; argument: what the caller calls it
+Rounding parse_rounding(std::string_view op, std::string_view name, std::string_view argument = "rounding");
 
 struct RmsNormGatedOptions {
   double eps = 1e-6;

@@ -21,6 +21,7 @@
 #include <xmmintrin.h>
 #endif
 
+#include "base/shares.h"
 #include "tidegate/error.h"
 
 #ifndef __has_feature
@@ -243,6 +244,42 @@ TEST(ParallelEnvironmentDeathTest, InvalidThreadCountIsAnError) {
                 "TIDEGATE_NUM_THREADS: expected an integer from 1 to 4096, got " + text);
   }
   old != nullptr ? setenv("TIDEGATE_NUM_THREADS", before.c_str(), 1) : unsetenv("TIDEGATE_NUM_THREADS");
+}
+
+TEST(Shares, EveryPieceOnceAndTheOwnStretchFirst) {
+  for (const std::int64_t pieces : {0, 1, 2, 7, 64, 1000}) {
+    for (const std::int64_t workers : {1, 2, 3, 100}) {
+      Shares shares(pieces, workers);
+      std::vector<int> taken(static_cast<std::size_t>(pieces));
+      const std::int64_t last = shares.workers() - 1;
+      std::int64_t expected = pieces * last / shares.workers();
+      for (std::int64_t i = shares.take(last); i >= 0; i = shares.take(last)) {
+        EXPECT_EQ(i, expected % std::max<std::int64_t>(pieces, 1));  // its own stretch, then the others' from the first
+        expected = i + 1;
+        ++taken[static_cast<std::size_t>(i)];
+      }
+      EXPECT_EQ(shares.take(0), -1);
+      EXPECT_EQ(taken, std::vector<int>(static_cast<std::size_t>(pieces), 1));
+    }
+  }
+}
+
+TEST(Shares, WorkersNeverMeet) {
+  constexpr std::int64_t kPieces = 20000;
+  std::vector<int> taken(kPieces);  // plain ints: a piece taken twice is a race
+  Shares shares(kPieces, 8);
+  std::vector<std::thread> workers;
+  for (std::int64_t w = 0; w < 8; ++w) {
+    workers.emplace_back([&, w] {
+      for (std::int64_t i = shares.take(w); i >= 0; i = shares.take(w)) {
+        ++taken[static_cast<std::size_t>(i)];
+      }
+    });
+  }
+  for (std::thread& w : workers) {
+    w.join();
+  }
+  EXPECT_EQ(taken, std::vector<int>(kPieces, 1));
 }
 
 }  // namespace

@@ -91,10 +91,10 @@ Activation parse_activation(std::string_view op, std::string_view name) {
   return Activation::kNone;
 }
 
-Rounding parse_rounding(std::string_view op, std::string_view name) {
+Rounding parse_rounding(std::string_view op, std::string_view name, std::string_view argument) {
   if (name == "hf") return Rounding::kHf;
   if (name == "fp32") return Rounding::kFp32;
-  check(false, op, ": rounding: expected hf or fp32, got ", name);
+  check(false, op, ": ", argument, ": expected hf or fp32, got ", name);
   return Rounding::kHf;
 }
 

@@ -1,11 +1,11 @@
 // gdn_packed_decode: the kernels of the convolution, the gates, the recurrence and the gated norm, one key head after
 // the other, in one parallel region. What one kernel hands to the next is a few rows in the task's own memory.
-#include <atomic>
 #include <cmath>
 #include <cstring>
 
 #include "base/element.h"
 #include "base/float_environment.h"
+#include "base/shares.h"
 #include "ops/gdn_gating/kernel.h"
 #include "ops/gdn_packed_decode/problem.h"
 #include "ops/recurrent_gated_delta_rule/kernel.h"
@@ -247,11 +247,11 @@ void run(const Problem& p, const Tensors& t, const SeqLens& seq, const Options& 
   const Step step{p, t, o, seq, rate, dt_bias, weight};
   const std::int64_t group = sequences_per_task(count, o.HK, parallel_threads());
   const std::int64_t tasks = (count + group - 1) / group * o.HK;
-  std::atomic<std::int64_t> next{0};
-  parallel_for(std::min<std::int64_t>(tasks, parallel_threads()), [&](std::int64_t) {
+  Shares shares(tasks, parallel_threads());
+  parallel_for(shares.workers(), [&](std::int64_t thread) {
     Scratch own;
     Worker worker(step, own);
-    for (std::int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) {
+    for (std::int64_t task = shares.take(thread); task >= 0; task = shares.take(thread)) {
       const std::int64_t first = task / o.HK * group, last = std::min(first + group, count);
       worker.open(task % o.HK, last - first);
       for (std::int64_t i = first; i < last; ++i) {

@@ -160,12 +160,13 @@ struct Run {
       return;  // nobody wants the last state
     }
     const Place<S> to = tile_after(t, head, c);
+    ahead = ahead == nullptr ? nullptr : ahead + kColumns * a.K * static_cast<int64_t>(sizeof(S)) / 2;
     if (keep == Old::kAll) {
-      Rows::template write<Old::kAll>(from, to, a.K, n, token, d);
+      Rows::template write<Old::kAll>(from, to, a.K, n, token, d, ahead);
     } else if (keep == Old::kSome) {
-      Rows::template write<Old::kSome>(from, to, a.K, n, token, d);
+      Rows::template write<Old::kSome>(from, to, a.K, n, token, d, ahead);
     } else {
-      Rows::template write<Old::kNone>(from, to, a.K, n, token, d);
+      Rows::template write<Old::kNone>(from, to, a.K, n, token, d, ahead);
     }
   }
 

@@ -1,10 +1,10 @@
 // recurrent_gated_delta_rule and its functional form: from checked arguments to kernels.
-#include <atomic>
 #include <cmath>
 #include <cstring>
 
 #include "base/element.h"
 #include "base/float_environment.h"
+#include "base/shares.h"
 #include "ops/chunk_gated_delta_rule/problem.h"
 #include "ops/recurrent_gated_delta_rule/kernel.h"
 #include "ops/recurrent_gated_delta_rule/partition.h"
@@ -144,19 +144,16 @@ void run(const Problem& p, const Tensors& t, const SeqLens& seq, const Options& 
     return Unit{s.row,      s.begin,    s.end,         place.key_head,      place.first,
                 place.last, p.start[n], p.slots_of(n), p.per_token ? 1 : 0, nullptr};
   };
-  // Whoever is free takes the next piece, one piece early to know what will be read next.
-  std::atomic<std::int64_t> next{0};
-  parallel_for(std::min<std::int64_t>(units, parallel_threads()), [&](std::int64_t) {
+  Shares shares(units, parallel_threads());
+  parallel_for(shares.workers(), [&](std::int64_t worker) {
     Scratch own;
     float* workspace = own.floats(kernels.workspace(args));
-    for (std::int64_t i = next.fetch_add(1); i < units;) {
-      const std::int64_t following = next.fetch_add(1);
+    for (std::int64_t i = shares.take(worker); i >= 0; i = shares.take(worker)) {
       Unit unit = unit_at(i);
-      if (following < units && cut.parts == 1) {
-        unit.ahead = first_state(t.from, unit_at(following), p.sizes.group());
+      if (i + 1 < units && cut.parts == 1) {
+        unit.ahead = first_state(t.from, unit_at(i + 1), p.sizes.group());
       }
       kernel(args, unit, workspace);
-      i = following;
     }
   });
 }

@@ -8,7 +8,8 @@
 //
 // read and write are calls of their own: inlined into the loops over tokens and tiles they run out of registers.
 // `ahead` is what will be read next, as many bytes as the tile has: the rows of a tile lie too far apart in memory, and
-// its passes take too long, for the hardware to ask for it early enough.
+// its passes take too long, for the hardware to ask for it early enough. Reading asks for the first half, writing for
+// the second, so that memory is busy all the time.
 #pragma once
 
 #include "ops/recurrent_gated_delta_rule/kernel.h"
@@ -37,8 +38,23 @@ struct Place {
   int64_t step;
 };
 
+// Asks for `bytes` (a multiple of 32) of what comes next; null: nothing is known of it.
+TIDEGATE_INLINE const char* ask(const char* ahead, int64_t bytes) {
+  if (ahead == nullptr) {
+    return nullptr;
+  }
+  for (int64_t b = 0; b < bytes; b += 64) {
+    prefetch(ahead + b);
+  }
+  return ahead + bytes;
+}
+
 // A state [K][V]: a row of the tile is one key channel.
 struct KeyRows {
+  // Half a row of the tile.
+  template <int N, class S>
+  static constexpr int64_t kAsked = N * kLanes * static_cast<int64_t>(sizeof(S)) / 2;
+
   template <int N, Old kOld, class S, class Lanes>
   TIDEGATE_INLINE void read_vectors(Place<const S> from, int64_t K, const Token& t, float* seen, float* read,
                                     const char* ahead, Lanes lanes) {
@@ -49,10 +65,7 @@ struct KeyRows {
       r[i] = zero();
     }
     for (int64_t k = 0; k < K; ++k) {
-      for (int b = 0; ahead != nullptr && b < N * kLanes * static_cast<int>(sizeof(S)); b += 64) {
-        prefetch(ahead + b);
-      }
-      ahead = ahead != nullptr ? ahead + N * kLanes * sizeof(S) : nullptr;
+      ahead = ask(ahead, kAsked<N, S>);
       if (kOld == Old::kSome && t.decay[k] == 0.0f) {
         continue;
       }
@@ -74,13 +87,14 @@ struct KeyRows {
 
   template <int N, Old kOld, class S, class Lanes>
   TIDEGATE_INLINE void write_vectors(Place<const S> from, Place<S> to, int64_t K, const Token& t, const float* d,
-                                     Lanes lanes) {
+                                     const char* ahead, Lanes lanes) {
     F32 write[N];
 #pragma GCC unroll 4
     for (int i = 0; i < N; ++i) {
       write[i] = load(d + i * kLanes);
     }
     for (int64_t k = 0; k < K; ++k) {
+      ahead = ask(ahead, kAsked<N, S>);
       const F32 key = set1(t.key[k]);
       const F32 decay = set1(t.decay[k]);
       const bool kept = kOld == Old::kAll || (kOld == Old::kSome && t.decay[k] != 0.0f);
@@ -109,14 +123,14 @@ struct KeyRows {
   }
   template <Old kOld, class S>
   [[gnu::noinline]] static void write(Place<const S> from, Place<S> to, int64_t K, int64_t n, const Token& t,
-                                      const float* d) {
+                                      const float* d, const char* ahead) {
     if (n == kColumns) {
-      write_vectors<kVectors, kOld>(from, to, K, t, d, AllLanes{});
+      write_vectors<kVectors, kOld>(from, to, K, t, d, ahead, AllLanes{});
       return;
     }
     for_lanes(n, [&](int64_t c, auto lanes) {
       write_vectors<1, kOld>(Place<const S>{from.data + c, from.step}, Place<S>{to.data + c, to.step}, K, t, d + c,
-                             lanes);
+                             nullptr, lanes);
     });
   }
 };
@@ -186,9 +200,7 @@ struct ValueRows {
                                      float* read, const char* ahead) {
     int64_t c = 0;
     for (; c + kRows <= n; c += kRows) {
-      for (int64_t b = 0; ahead != nullptr && b < kRows * K * static_cast<int64_t>(sizeof(S)); b += 64) {
-        prefetch(ahead + c * K * static_cast<int64_t>(sizeof(S)) + b);
-      }
+      ahead = ask(ahead, kRows * K * static_cast<int64_t>(sizeof(S)) / 2);
       read_rows<kRows, kOld>(from.data + c * from.step, from.step, K, t, seen + c, read + c);
     }
     for (; c < n; ++c) {
@@ -197,9 +209,10 @@ struct ValueRows {
   }
   template <Old kOld, class S>
   [[gnu::noinline]] static void write(Place<const S> from, Place<S> to, int64_t K, int64_t n, const Token& t,
-                                      const float* d) {
+                                      const float* d, const char* ahead) {
     int64_t c = 0;
     for (; c + kWrittenRows <= n; c += kWrittenRows) {
+      ahead = ask(ahead, kWrittenRows * K * static_cast<int64_t>(sizeof(S)) / 2);
       write_rows<kWrittenRows, kOld>(from.data + c * from.step, from.step, to.data + c * to.step, to.step, K, t, d + c);
     }
     for (; c < n; ++c) {
