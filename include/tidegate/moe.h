@@ -1,0 +1,47 @@
+// Mixture of experts: the router, the order of (token, slot) pairs by expert, products with the experts' weights.
+//
+// T tokens, H channels, E experts, k slots a token, I channels inside an expert. Pair t * k + s is slot s of token t.
+// An expert id is 0 .. E-1 or -1: not routed, which costs nothing and contributes nothing. Any other id is an error.
+#pragma once
+
+#include <optional>
+
+#include "tidegate/tensor.h"
+
+namespace tidegate {
+
+// Transformers marks pairs of other ranks with the number of experts; kTransformersEp reads that as -1.
+enum class ExpertIds : std::uint8_t { kPlain, kTransformersEp };
+ExpertIds parse_expert_ids(std::string_view op, std::string_view name);  // "plain", "transformers_ep"
+
+struct MoeRouteOptions {
+  bool renormalise = true;                 // weights are those of the chosen experts alone and sum to 1
+  std::optional<DType> logits_rounding{};  // logits are first rounded to this type
+};
+
+// ids int32 [T,k]: the k largest logits [T,E] of a token, the lowest id first among equal ones, in this order.
+// weights [T,k]: their softmax, over all experts or (renormalise) the chosen ones. probs fp32 [T,E]: the whole softmax,
+// may be absent. -inf marks an expert that must not be chosen; NaN, +inf and too few experts to choose are errors.
+// replay_ids [T,k], if given, is the choice: ids repeats it, the weights are those of the present logits.
+void moe_route_fwd(const TensorView& logits, const TensorView& replay_ids, const TensorView& ids,
+                   const TensorView& weights, const TensorView& probs, const MoeRouteOptions& options = {});
+
+// dlogits from dweights [T,k] and dprobs [T,E], either of which may be absent.
+void moe_route_bwd(const TensorView& dweights, const TensorView& dprobs, const TensorView& logits,
+                   const TensorView& ids, const TensorView& dlogits, const MoeRouteOptions& options = {});
+
+// Pairs sorted by expert, ascending inside an expert: counts int64 [E]; src int32 [T*k], the pair of every sorted
+// place, -1 behind the last one; pos int32 [T,k], the place of every pair, -1 if it is not routed.
+void moe_init_routing(const TensorView& ids, const TensorView& counts, const TensorView& src, const TensorView& pos,
+                      ExpertIds convention = ExpertIds::kPlain);
+
+// y[j] = x[src[j] / k], 0 where src[j] is -1. x [T,H], src [S], y [S,H].
+void moe_permute(const TensorView& x, const TensorView& src, const TensorView& y, std::int64_t k);
+
+// out[t] = sum over the slots of weights[t,s] * y[pos[t,s]], in their order, in fp32; weights may be absent: 1.
+// Its gradients: dy[pos[t,s]] = weights[t,s] dout[t], 0 in rows that no pair names; dweights[t,s] = <dout[t], y[pos]>.
+void moe_unpermute_fwd(const TensorView& y, const TensorView& pos, const TensorView& weights, const TensorView& out);
+void moe_unpermute_bwd(const TensorView& dout, const TensorView& y, const TensorView& pos, const TensorView& weights,
+                       const TensorView& dy, const TensorView& dweights);
+
+}  // namespace tidegate
