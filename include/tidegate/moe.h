@@ -44,4 +44,32 @@ void moe_unpermute_fwd(const TensorView& y, const TensorView& pos, const TensorV
 void moe_unpermute_bwd(const TensorView& dout, const TensorView& y, const TensorView& pos, const TensorView& weights,
                        const TensorView& dy, const TensorView& dweights);
 
+// Which axis of a weight [G,.,.] is which: kNK [G,N,K] as models store them, kKN [G,K,N]. Always said by the caller,
+// never guessed from sizes. Of the strides of N and K one must be 1; a transposed view is used as it is.
+enum class WeightAxes : std::uint8_t { kNK, kKN };
+WeightAxes parse_weight_axes(std::string_view op, std::string_view name);  // "nk", "kn"
+
+// groups [G], int32 or int64: how many rows each group has (kCounts), or where each one ends (kCumsum). The first group
+// starts at row 0.
+enum class GroupList : std::uint8_t { kCounts, kCumsum };
+GroupList parse_group_list(std::string_view op, std::string_view name);  // "counts", "cumsum"
+
+struct GroupedMatmulOptions {
+  WeightAxes weight_axes = WeightAxes::kNK;
+  GroupList group_list = GroupList::kCounts;
+  bool accumulate = false;  // backward: dweight and dbias are added to
+};
+
+// y[j] = W_g x[j] + bias_g for the rows j of group g. x [M,K], y [M,N] of x's type or fp32, bias [G,N] may be absent.
+// Weights may have another float type than x; they are converted as they are used, never as a whole. Rows outside all
+// groups are left alone.
+void grouped_matmul_fwd(const TensorView& x, const TensorView& weight, const TensorView& groups, const TensorView& bias,
+                        const TensorView& y, const GroupedMatmulOptions& options = {});
+
+// dx[j] = W_g^T dy[j]; dW_g = sum over the rows j of group g of dy[j] x[j]^T, dbias_g = sum of dy[j]. Any output may be
+// absent and then costs nothing; weight may be absent without dx, x without dweight. dweight and dbias: any float type.
+void grouped_matmul_bwd(const TensorView& dy, const TensorView& x, const TensorView& weight, const TensorView& groups,
+                        const TensorView& dx, const TensorView& dweight, const TensorView& dbias,
+                        const GroupedMatmulOptions& options = {});
+
 }  // namespace tidegate
