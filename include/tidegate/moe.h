@@ -72,4 +72,31 @@ void grouped_matmul_bwd(const TensorView& dy, const TensorView& x, const TensorV
                         const TensorView& dx, const TensorView& dweight, const TensorView& dbias,
                         const GroupedMatmulOptions& options = {});
 
+// The experts of a layer: y_e(x) = down_e (silu(gate_e x) * (up_e x)), out = sum over slots of weights y_e, and if
+// there is a shared expert + sigmoid(<shared_router, x>) y_shared. gate_up [E,2I,H] holds gate rows, then up rows
+// (interleaved: they take turns), down [E,H,I]; with kKN [E,H,2I] and [E,I,H]. The shared tensors are all present or
+// all absent: gate and up [J,H], down [H,J], router [H].
+struct MoeExpertsInputs {
+  TensorView x, ids, weights, gate_up, down;
+  TensorView shared_gate, shared_up, shared_down, shared_router;
+};
+struct MoeExpertsOptions {
+  WeightAxes weight_axes = WeightAxes::kNK;
+  bool interleaved = false;
+  ExpertIds ids_convention = ExpertIds::kPlain;
+  // Rounds every y_e to the type of x, as processes that exchange them do. Else y_e stays fp32.
+  bool round_y = false;
+};
+
+// out [T,H] of x's type. silu(gate) * up is rounded to x's type, everything else is fp32; slots are added in order.
+void moe_experts_fwd(const MoeExpertsInputs& in, const TensorView& out, const MoeExpertsOptions& options = {});
+
+// Gradients; those that are absent cost nothing. dweights and the gradients of parameters have any float type.
+struct MoeExpertsGradients {
+  TensorView dx, dweights, dgate_up, ddown;
+  TensorView dshared_gate, dshared_up, dshared_down, dshared_router;
+};
+void moe_experts_bwd(const TensorView& dout, const MoeExpertsInputs& in, const MoeExpertsGradients& out,
+                     const MoeExpertsOptions& options = {});
+
 }  // namespace tidegate

@@ -69,7 +69,8 @@ TIDEGATE_INLINE void add_group(Dots<R, C>& t, const bf16* const* x, const bf16* 
 
 // out[r][c] = <x_r, w_c>; `ahead`: elements from a weight to the one that is asked for early, 0: none.
 template <int R, int C, class X, class W>
-inline void dot_tile(const X* const* x, const W* const* w, int64_t n, int64_t ahead, float* out, int64_t pitch) {
+inline void dot_tile(const X* const* x, const W* const* w, int64_t n, int64_t ahead, float* out, int64_t pitch,
+                     bool accumulate) {
   for (int64_t begin = 0; begin < n || begin == 0; begin += kStretch) {
     const int64_t end = n - begin < kStretch ? n : begin + kStretch;
     for (int64_t i = begin; ahead != 0 && i < end; i += 64 / static_cast<int64_t>(sizeof(W))) {
@@ -98,7 +99,7 @@ inline void dot_tile(const X* const* x, const W* const* w, int64_t n, int64_t ah
     for (int r = 0; r < R; ++r) {
       for (int c = 0; c < C; ++c) {
         float& to = out[r * pitch + c];
-        to = begin == 0 ? sum(t.v[r][c]) : to + sum(t.v[r][c]);
+        to = begin == 0 && !accumulate ? sum(t.v[r][c]) : to + sum(t.v[r][c]);
       }
     }
   }
@@ -107,7 +108,7 @@ inline void dot_tile(const X* const* x, const W* const* w, int64_t n, int64_t ah
 // A group of columns stays in the first cache while the rows pass by.
 template <class X, class W>
 void dot_block(const X* const* x, int64_t rows, const W* weight, int64_t step, int64_t columns, int64_t n, float* out,
-               int64_t pitch) {
+               int64_t pitch, bool accumulate) {
   for (int64_t c = 0; c < columns; c += kDotColumns) {
     const int64_t count = columns - c < kDotColumns ? columns - c : kDotColumns;
     const W* w[kDotColumns];
@@ -119,11 +120,12 @@ void dot_block(const X* const* x, int64_t rows, const W* weight, int64_t step, i
       const auto tile = [&](int64_t, auto size) {
         constexpr int kRows = decltype(size)::value;
         if (count == kDotColumns) {
-          dot_tile<kRows, kDotColumns>(x + r, w, n, r == 0 ? kDotColumns * step : 0, out + r * pitch + c, pitch);
+          dot_tile<kRows, kDotColumns>(x + r, w, n, r == 0 ? kDotColumns * step : 0, out + r * pitch + c, pitch,
+                                       accumulate);
           return;
         }
         for (int64_t j = 0; j < count; ++j) {
-          dot_tile<kRows, 1>(x + r, w + j, n, 0, out + r * pitch + c + j, pitch);
+          dot_tile<kRows, 1>(x + r, w + j, n, 0, out + r * pitch + c + j, pitch, accumulate);
         }
       };
       one_tile<kDotRows>(0, left, tile);

@@ -48,7 +48,7 @@ void product(const Block& b) noexcept {
     with_type(b.row_type, [&]<class X>(X*) {
       with_type(b.weight_type, [&]<class W>(W*) {
         dot_block(reinterpret_cast<const X* const*>(b.rows), b.row_count, static_cast<const W*>(b.weight),
-                  b.weight_column, b.columns, b.inner, b.out, b.pitch);
+                  b.weight_column, b.columns, b.inner, b.out, b.pitch, b.accumulate);
       });
     });
     return;
@@ -62,7 +62,7 @@ void product(const Block& b) noexcept {
       const int64_t columns = b.columns - c < kPanel ? b.columns - c : kPanel;
       with_type(b.weight_type, [&]<class W>(W*) { pack_weight<W>(b, c, columns, first, n, panel); });
       for_tiles(0, b.row_count, [&](int64_t r, auto size) {
-        chain_tile<decltype(size)::value>(x + r * kStretch, kStretch, panel, n, pairs, first == 0,
+        chain_tile<decltype(size)::value>(x + r * kStretch, kStretch, panel, n, pairs, first == 0 && !b.accumulate,
                                           b.out + r * b.pitch + c, b.pitch, columns);
       });
     }

@@ -22,7 +22,8 @@ struct Block {
   int row_type, weight_type;
   float* out;  // out[r * pitch + c]
   int64_t pitch;
-  float* room;  // room_floats() of scratch
+  bool accumulate;  // to what out holds
+  float* room;      // room_floats of scratch
 };
 
 // out(m, n) = sum over r ascending of factors[r] * left[r][m] * right[r][n]; absent factors are 1.
