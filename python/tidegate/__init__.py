@@ -3,6 +3,7 @@
 from tidegate._native import __version__, isa, ops, set_isa
 from tidegate.decode import gdn_packed_decode
 from tidegate.delta_rule import chunk_gated_delta_rule, chunk_gdn, chunk_size
+from tidegate.moe import grouped_matmul, moe_experts, moe_route
 from tidegate.norm import RMSNormGated, rms_norm, rms_norm_gated
 from tidegate.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn, recurrent_gated_delta_rule
 from tidegate.report import report
@@ -21,8 +22,11 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "gdn_packed_decode",
+    "grouped_matmul",
     "isa",
     "load_snapshots",
+    "moe_experts",
+    "moe_route",
     "ops",
     "partial_rope",
     "recurrent_gated_delta_rule",

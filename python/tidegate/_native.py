@@ -22,6 +22,7 @@ load_error = None
 try:
     torch.ops.load_library(str(library_path))
     import tidegate._autograd  # noqa: F401  (imports the fake kernels too)
+    import tidegate._autograd_moe  # noqa: F401
 except (OSError, RuntimeError) as error:
     load_error = f"{library_path}: {error.__cause__ or error}"
 

@@ -19,8 +19,7 @@ T* take(Scratch& scratch, std::int64_t n) {
 const std::int32_t* read_indices(std::string_view op, Named t, std::int64_t limit, std::int64_t foreign,
                                  Scratch& scratch) {
   const TensorView& v = t.tensor;
-  check(v.dtype == DType::kI32 || v.dtype == DType::kI64, op, ": ", t.name,
-        ": expected dtype int32 or int64, got dtype ", v.dtype);
+  check_index_type(op, t);
   check(v.numel() <= std::numeric_limits<std::int32_t>::max(), op, ": ", t.name,
         ": expected at most 2^31 - 1 entries, got ", v.numel());
   auto* out = take<std::int32_t>(scratch, v.numel());

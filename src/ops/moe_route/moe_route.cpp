@@ -117,7 +117,7 @@ void moe_route_fwd(const TensorView& logits, const TensorView& replay_ids, const
   check(k >= 1 && k <= E, op, ": k: expected 1 to ", E, " (experts), got ", k);
   check_weights(op, {"weights", weights}, logits, k);
   check_shape(op, {"ids", ids}, {T, k});
-  check_dtype(op, {"ids", ids}, DType::kI32);
+  check_index_type(op, {"ids", ids});
   check_probs(op, {"probs", probs}, logits);
   check_outputs(op, {{"ids", ids}, {"weights", weights}, {"probs", probs}},
                 {{"logits", logits}, {"replay_ids", replay_ids}});
@@ -130,7 +130,7 @@ void moe_route_fwd(const TensorView& logits, const TensorView& replay_ids, const
   }
   const auto write_ids = [&] {
     for (std::int64_t i = 0; i < T * k; ++i) {
-      ids.as<std::int32_t>()[offset_of(ids, i / k, i % k)] = chosen[i];
+      write_index(ids, offset_of(ids, i / k, i % k), chosen[i]);
     }
   };
   if (logits.dtype == DType::kF64) {

@@ -87,21 +87,21 @@ void moe_init_routing(const TensorView& ids, const TensorView& counts, const Ten
   constexpr std::string_view op = "moe_init_routing";
   check_rank(op, {"ids", ids}, 2);
   check_rank(op, {"counts", counts}, 1);
-  check_dtype(op, {"counts", counts}, DType::kI64);
+  check_index_type(op, {"counts", counts});
   check_shape(op, {"src", src}, {ids.numel()});
-  check_dtype(op, {"src", src}, DType::kI32);
+  check_index_type(op, {"src", src});
   check_shape(op, {"pos", pos}, {ids.sizes[0], ids.sizes[1]});
-  check_dtype(op, {"pos", pos}, DType::kI32);
+  check_index_type(op, {"pos", pos});
   check_outputs(op, {{"counts", counts}, {"src", src}, {"pos", pos}}, {{"ids", ids}});
   Scratch scratch;
   const std::int64_t E = counts.sizes[0];
   const Routing r = sort_pairs(read_expert_ids(op, {"ids", ids}, E, convention, scratch), ids.numel(), E, scratch);
   for (std::int64_t e = 0; e < E; ++e) {
-    counts.as<std::int64_t>()[e * counts.strides[0]] = r.offsets[e + 1] - r.offsets[e];
+    write_index(counts, e * counts.strides[0], r.offsets[e + 1] - r.offsets[e]);
   }
   for (std::int64_t i = 0; i < r.pairs; ++i) {
-    src.as<std::int32_t>()[i * src.strides[0]] = r.src[i];
-    pos.as<std::int32_t>()[offset_of(pos, i / pos.sizes[1], i % pos.sizes[1])] = r.pos[i];
+    write_index(src, i * src.strides[0], r.src[i]);
+    write_index(pos, offset_of(pos, i / pos.sizes[1], i % pos.sizes[1]), r.pos[i]);
   }
 }
 

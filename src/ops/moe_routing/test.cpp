@@ -169,7 +169,7 @@ TEST(MoeRouting, Errors) {
   init(integers({4, 2}, {0, 1, 2, 5, 4, 4, -1, 0}), s.counts, s.src, s.pos, "ids[1,1]: expected -1 or 0..4, got 5");
   init(integers({4, 2}, {0, 1, 2, -2, 4, 4, -1, 0}), s.counts, s.src, s.pos, "ids[1,1]: expected -1 or 0..4, got -2");
   init(typed(ids, DType::kF32), s.counts, s.src, s.pos, "ids: expected dtype int32 or int64, got dtype float32");
-  init(ids, typed(s.counts, DType::kI32), s.src, s.pos, "counts: expected dtype int64, got dtype int32");
+  init(ids, typed(s.counts, DType::kF32), s.src, s.pos, "counts: expected dtype int32 or int64, got dtype float32");
   init(ids, s.counts, sized(s.src, 0, 7), s.pos, "src: expected shape [8], got [7]");
   init(ids, s.counts, s.src, ids, "pos: expected memory of its own, got an overlap with ids");
   const Tensor out = like(p.x);
