@@ -10,11 +10,6 @@
 namespace tidegate {
 namespace {
 
-template <class T>
-T* take(Scratch& scratch, std::int64_t n) {
-  return static_cast<T*>(scratch.bytes(static_cast<std::size_t>(std::max<std::int64_t>(n, 1)) * sizeof(T)));
-}
-
 // Reads values -1 .. limit-1; `foreign` reads as -1.
 const std::int32_t* read_indices(std::string_view op, Named t, std::int64_t limit, std::int64_t foreign,
                                  Scratch& scratch) {

@@ -10,6 +10,11 @@
 
 namespace tidegate {
 
+template <class T>
+T* take(Scratch& scratch, std::int64_t n) {
+  return static_cast<T*>(scratch.bytes(static_cast<std::size_t>(n) * sizeof(T)));
+}
+
 // ids [T,k] as dense int32, each -1 or below `experts`; with kTransformersEp `experts` itself reads as -1.
 const std::int32_t* read_expert_ids(std::string_view op, Named ids, std::int64_t experts, ExpertIds convention,
                                     Scratch& scratch);

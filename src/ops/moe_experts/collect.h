@@ -10,25 +10,30 @@ namespace tidegate::moe_experts {
 // the tokens, so those of a run of tokens are a run.
 class TokenPlaces {
  public:
-  TokenPlaces(const Set& s, std::int64_t first, std::int64_t last, Scratch& scratch) : set_(s) {
-    const auto bytes = static_cast<std::size_t>(s.groups + 1) * sizeof(std::int64_t);
-    begin_ = static_cast<std::int64_t*>(scratch.bytes(bytes));
-    row_ = static_cast<std::int64_t*>(scratch.bytes(bytes));
+  TokenPlaces(const Plan& p, const Set& s, std::int64_t first, std::int64_t last, Scratch& scratch) : set_(s) {
+    if (first == 0 && last == p.T) {  // all places are theirs
+      begin_ = row_ = s.offsets;
+      rows_ = s.pos;
+      return;
+    }
+    auto* begin = take<std::int64_t>(scratch, s.groups);
+    auto* row = take<std::int64_t>(scratch, s.groups + 1);
+    auto* rows = take<std::int32_t>(scratch, (last - first) * s.slots);
     const auto at = [&](std::int64_t g, std::int64_t token) {
       const std::int32_t* from = s.src + s.offsets[g];
       return std::lower_bound(from, s.src + s.offsets[g + 1], token * s.slots) - s.src;
     };
-    row_[0] = 0;
+    row[0] = 0;
     for (std::int64_t g = 0; g < s.groups; ++g) {
-      begin_[g] = at(g, first);
-      row_[g + 1] = row_[g] + (at(g, last) - begin_[g]);
+      begin[g] = at(g, first);
+      row[g + 1] = row[g] + (at(g, last) - begin[g]);
     }
-    auto* rows = static_cast<std::int32_t*>(scratch.bytes(
-        static_cast<std::size_t>(std::max<std::int64_t>((last - first) * s.slots, 1)) * sizeof(std::int32_t)));
     for (std::int64_t i = first * s.slots; i < last * s.slots; ++i) {
       const std::int64_t g = s.ids[i];
-      rows[i - first * s.slots] = static_cast<std::int32_t>(g < 0 ? -1 : s.pos[i] - begin_[g] + row_[g]);
+      rows[i - first * s.slots] = static_cast<std::int32_t>(g < 0 ? -1 : s.pos[i] - begin[g] + row[g]);
     }
+    begin_ = begin;
+    row_ = row;
     rows_ = rows;
   }
   const std::int32_t* rows() const { return rows_; }  // [token][slot]: the collected row, or -1
@@ -49,8 +54,8 @@ class TokenPlaces {
 
  private:
   const Set& set_;
-  std::int64_t* begin_;
-  std::int64_t* row_;
+  const std::int64_t* begin_;
+  const std::int64_t* row_;
   const std::int32_t* rows_;
 };
 
@@ -74,7 +79,7 @@ void collect(const Plan& p, const TensorView& out, Fill fill, Finish finish) {
     Combine c{};
     for (int i = 0; i < p.set_count(); ++i) {
       const Set& s = i == 0 ? p.routed : p.shared;
-      const TokenPlaces places(s, first, last, own);
+      const TokenPlaces places(p, s, first, last, own);
       float* rows = own.floats(places.count() * kCollectColumns);
       places.for_each_run([&](std::int64_t g, std::int64_t place, std::int64_t count, std::int64_t row) {
         fill(s, g, place, count, column, columns, rows + row * kCollectColumns, room);

@@ -12,11 +12,6 @@ using namespace grouped_matmul;
 
 constexpr std::int64_t kGateTokens = 64;  // of a task
 
-template <class T>
-T* take(Scratch& scratch, std::int64_t n) {
-  return static_cast<T*>(scratch.bytes(static_cast<std::size_t>(std::max<std::int64_t>(n, 1)) * sizeof(T)));
-}
-
 void set_places(Set& s, const Routing& r, const std::int32_t* ids, std::int64_t slots, const TensorView& x,
                 Scratch& scratch) {
   s.groups = r.experts;
