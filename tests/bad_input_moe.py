@@ -44,7 +44,6 @@ def outputs(op, *names):
 def route(op):
     return [
         (op, "logits", nested("logits"), ValueError, "logits: expected 2 dimensions, got 3"),
-        (op, "logits", grown("logits", 0), ValueError, "expected shape"),
         (op, "renormalise", "yes", TypeError, "renormalise: expected type bool"),
         (op, "logits_rounding", torch.int32, TypeError, "logits_rounding: expected dtype"),
     ]
@@ -88,6 +87,7 @@ ROUTE = [
     ("moe_route_fwd", "output_probs", "yes", TypeError, "output_probs: expected type bool"),
     *outputs("moe_route_fwd", "ids", "weights", "probs"),
     *route("moe_route_bwd"),
+    ("moe_route_bwd", "logits", grown("logits", 0), ValueError, "expected shape"),
     *sizes("moe_route_bwd", "dweights", "dprobs"),
     ("moe_route_bwd", "ids", grown("ids", 0), ValueError, "expected shape"),
     ("moe_route_bwd", "ids", changed("ids", (2, 1), 8), ValueError, "ids[2,1]: expected -1 or 0..7, got 8"),
@@ -138,11 +138,11 @@ def matmul(op):
             "weight: expected stride 1 in one",
         ),
         (op, "groups", changed("groups", 0, -1), ValueError, "groups[0]: expected >= 0, got -1"),
-        (op, "groups", changed("groups", 2, 8), ValueError, "groups[2]: expected <= 5 (of 7 rows), got 8"),
+        (op, "groups", changed("groups", 2, 8), ValueError, "groups[2]: expected <= 3 (of 5 rows), got 8"),
         (op, "groups", grown("groups", 0), ValueError, "expected shape"),
-        (op, "weight_axes", "kn", ValueError, "expected shape"),
+        (op, "weight_axes", "nk", ValueError, "expected shape"),
         (op, "weight_axes", "other", ValueError, "weight_axes: expected nk or kn, got other"),
-        (op, "group_list", "cumsum", ValueError, "groups[1]: expected >= 2, got 0"),
+        (op, "group_list", "counts", ValueError, "groups[2]: expected <= 1 (of 5 rows), got 5"),
         (op, "group_list", "other", ValueError, "group_list: expected counts or cumsum, got other"),
     ]
 
@@ -176,7 +176,7 @@ def experts(op):
         (op, "shared_up", None, ValueError, "shared_up: expected a tensor (as shared_gate), got none"),
         (op, "shared_down", grown("shared_down", 0), ValueError, "shared_down: expected shape [8, 5], got [9, 5]"),
         (op, "shared_router", nested("shared_router"), ValueError, "shared_router: expected shape [8], got [1, 8]"),
-        (op, "weight_axes", "kn", ValueError, "expected shape"),
+        (op, "weight_axes", "nk", ValueError, "expected shape"),
         (op, "weight_axes", "other", ValueError, "weight_axes: expected nk or kn, got other"),
         (op, "interleaved", "yes", TypeError, "interleaved: expected type bool"),
         (op, "ids_convention", "other", ValueError, "ids_convention: expected plain or transformers_ep, got other"),

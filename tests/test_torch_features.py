@@ -19,7 +19,12 @@ INTEGERS_ONLY = {"moe_init_routing", "seqlens"}
 DIFFERENTIABLE = [name for name in operators() if name.endswith("_fwd") and name not in NO_GRADIENT]
 BACKWARD = [name for name in operators() if name.endswith("_bwd")]
 OUT = [name for name in operators() if name.endswith(".out")]
-MUTABLE = [name for name in operators() if overload(name)._schema.is_mutable]
+MUTABLE = [
+    name
+    for name in operators()
+    if overload(name)._schema.is_mutable
+    and name.partition(".")[0] not in INTEGERS_ONLY  # nothing could want a gradient
+]
 
 
 def public(name):

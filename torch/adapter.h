@@ -41,6 +41,14 @@ Tensor empty_weight_like(const TensorView& t);
 
 // A 1-D int32 or int64 tensor as a list; the same of bool, int32 or int64 as 0 and 1. Absent: empty.
 void check_index_type(std::string_view op, std::string_view name, const Tensor& t);
+// An index tensor as it is.
+inline TensorView index_view(std::string_view op, std::string_view name, const Tensor& t) {
+  check_index_type(op, name, t);
+  return view(op, name, t);
+}
+inline TensorView index_view(std::string_view op, std::string_view name, const Optional& t) {
+  return t.has_value() ? index_view(op, name, *t) : TensorView{};
+}
 std::vector<std::int64_t> integers(std::string_view op, std::string_view name, const Tensor& t);
 std::vector<std::int64_t> integers(std::string_view op, std::string_view name, const Optional& t);
 std::vector<std::uint8_t> booleans(std::string_view op, std::string_view name, const Optional& t);

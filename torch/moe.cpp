@@ -25,7 +25,7 @@ std::tuple<Tensor, Tensor, Tensor> route_fwd(Tensor logits, Optional replay_ids,
   Tensor ids = empty({T, top_k}, ScalarType::Int);
   Tensor weights = empty({T, top_k}, weights_dtype.value_or(scalar_type(z.dtype)));
   Tensor probs = output_probs ? empty({T, size_of(z, 1)}, wide(z)) : nothing(wide(z));
-  moe_route_fwd(z, view(op, "replay_ids", replay_ids), view(op, "ids", ids), view(op, "weights", weights),
+  moe_route_fwd(z, index_view(op, "replay_ids", replay_ids), index_view(op, "ids", ids), view(op, "weights", weights),
                 output_probs ? view(op, "probs", probs) : TensorView{},
                 route_options(op, renormalise, logits_rounding));
   return {weights, ids, probs};
@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor, Tensor> route_fwd(Tensor logits, Optional replay_ids,
 void route_fwd_out(Tensor logits, Optional replay_ids, bool renormalise, std::optional<ScalarType> logits_rounding,
                    Tensor ids, Tensor weights, Optional probs) {
   constexpr std::string_view op = "moe_route_fwd";
-  moe_route_fwd(dense(op, "logits", logits), view(op, "replay_ids", replay_ids), view(op, "ids", ids),
+  moe_route_fwd(dense(op, "logits", logits), index_view(op, "replay_ids", replay_ids), index_view(op, "ids", ids),
                 view(op, "weights", weights), view(op, "probs", probs),
                 route_options(op, renormalise, logits_rounding));
 }
@@ -42,7 +42,7 @@ void route_fwd_out(Tensor logits, Optional replay_ids, bool renormalise, std::op
 void run_route_bwd(Optional& dweights, Optional& dprobs, const TensorView& z, const Tensor& ids, const Tensor& dlogits,
                    const MoeRouteOptions& options) {
   constexpr std::string_view op = "moe_route_bwd";
-  moe_route_bwd(dense(op, "dweights", dweights), dense(op, "dprobs", dprobs), z, view(op, "ids", ids),
+  moe_route_bwd(dense(op, "dweights", dweights), dense(op, "dprobs", dprobs), z, index_view(op, "ids", ids),
                 view(op, "dlogits", dlogits), options);
 }
 
@@ -64,53 +64,56 @@ void route_bwd_out(Optional dweights, Optional dprobs, Tensor logits, Tensor ids
 
 std::tuple<Tensor, Tensor, Tensor> init_routing(Tensor ids, std::int64_t num_experts, std::string ids_convention) {
   constexpr std::string_view op = "moe_init_routing";
-  const TensorView i = view(op, "ids", ids);
+  const TensorView i = index_view(op, "ids", ids);
   check(num_experts >= 0, op, ": num_experts: expected at least 0, got ", num_experts);
   Tensor counts = empty({num_experts}, ScalarType::Long);
   Tensor src = empty({i.numel()}, ScalarType::Int);
   Tensor pos = empty({size_of(i, 0), size_of(i, 1)}, ScalarType::Int);
-  moe_init_routing(i, view(op, "counts", counts), view(op, "src", src), view(op, "pos", pos),
+  moe_init_routing(i, index_view(op, "counts", counts), index_view(op, "src", src), index_view(op, "pos", pos),
                    parse_expert_ids(op, ids_convention));
   return {counts, src, pos};
 }
 
 void init_routing_out(Tensor ids, std::string ids_convention, Tensor counts, Tensor src, Tensor pos) {
   constexpr std::string_view op = "moe_init_routing";
-  moe_init_routing(view(op, "ids", ids), view(op, "counts", counts), view(op, "src", src), view(op, "pos", pos),
-                   parse_expert_ids(op, ids_convention));
+  moe_init_routing(index_view(op, "ids", ids), index_view(op, "counts", counts), index_view(op, "src", src),
+                   index_view(op, "pos", pos), parse_expert_ids(op, ids_convention));
 }
 
 // pos is for the gradient; it says how many slots a token has.
 void run_permute(Tensor& x, const Tensor& src, const Tensor& pos, const Tensor& y) {
   constexpr std::string_view op = "moe_permute";
-  const TensorView p = view(op, "pos", pos);
+  const TensorView p = index_view(op, "pos", pos);
   check(p.rank == 2, op, ": pos: expected 2 dimensions, got ", p.rank);
   const TensorView xv = dense(op, "x", x);
   check(xv.rank != 2 || p.sizes[0] == xv.sizes[0], op, ": pos: expected ", size_of(xv, 0), " tokens (as x), got ",
         p.sizes[0]);
-  check(p.dtype == DType::kI32 || p.dtype == DType::kI64, op, ": pos: expected dtype int32 or int64, got dtype ",
-        p.dtype);
-  moe_permute(xv, view(op, "src", src), view(op, "y", y), p.sizes[1]);
+  moe_permute(xv, index_view(op, "src", src), view(op, "y", y), p.sizes[1]);
 }
 Tensor permute(Tensor x, Tensor src, Tensor pos) {
   constexpr std::string_view op = "moe_permute";
   const TensorView xv = dense(op, "x", x);
-  Tensor y = empty({size_of(view(op, "src", src), 0), size_of(xv, 1)}, scalar_type(xv.dtype));
+  Tensor y = empty({size_of(index_view(op, "src", src), 0), size_of(xv, 1)}, scalar_type(xv.dtype));
   run_permute(x, src, pos, y);
   return y;
 }
-void permute_out(Tensor x, Tensor src, Tensor pos, Tensor y) { run_permute(x, src, pos, y); }
+void permute_out(Tensor x, Tensor src, Tensor pos, Tensor y) {
+  index_view("moe_permute", "pos", pos);  // first of all: is there one
+  view("moe_permute", "y", y);
+  check_apart("moe_permute", {{"y", y}}, {{"pos", pos}});
+  run_permute(x, src, pos, y);
+}
 
 Tensor unpermute_fwd(Tensor y, Tensor pos, Optional weights) {
   constexpr std::string_view op = "moe_unpermute_fwd";
   const TensorView yv = dense(op, "y", y);
-  Tensor out = empty({size_of(view(op, "pos", pos), 0), size_of(yv, 1)}, scalar_type(yv.dtype));
-  moe_unpermute_fwd(yv, view(op, "pos", pos), view(op, "weights", weights), view(op, "out", out));
+  Tensor out = empty({size_of(index_view(op, "pos", pos), 0), size_of(yv, 1)}, scalar_type(yv.dtype));
+  moe_unpermute_fwd(yv, index_view(op, "pos", pos), view(op, "weights", weights), view(op, "out", out));
   return out;
 }
 void unpermute_fwd_out(Tensor y, Tensor pos, Optional weights, Tensor out) {
   constexpr std::string_view op = "moe_unpermute_fwd";
-  moe_unpermute_fwd(dense(op, "y", y), view(op, "pos", pos), view(op, "weights", weights), view(op, "out", out));
+  moe_unpermute_fwd(dense(op, "y", y), index_view(op, "pos", pos), view(op, "weights", weights), view(op, "out", out));
 }
 
 std::tuple<Tensor, Tensor> unpermute_bwd(Tensor dout, Tensor y, Tensor pos, Optional weights) {
@@ -119,14 +122,14 @@ std::tuple<Tensor, Tensor> unpermute_bwd(Tensor dout, Tensor y, Tensor pos, Opti
   const TensorView w = view(op, "weights", weights);
   Tensor dy = empty_like(yv);
   Tensor dweights = w.defined() ? empty_like(w) : nothing(wide(yv));
-  moe_unpermute_bwd(dense(op, "dout", dout), yv, view(op, "pos", pos), w, view(op, "dy", dy),
+  moe_unpermute_bwd(dense(op, "dout", dout), yv, index_view(op, "pos", pos), w, view(op, "dy", dy),
                     w.defined() ? view(op, "dweights", dweights) : TensorView{});
   return {dy, dweights};
 }
 void unpermute_bwd_out(Tensor dout, Tensor y, Tensor pos, Optional weights, Optional dy, Optional dweights) {
   constexpr std::string_view op = "moe_unpermute_bwd";
-  moe_unpermute_bwd(dense(op, "dout", dout), dense(op, "y", y), view(op, "pos", pos), view(op, "weights", weights),
-                    view(op, "dy", dy), view(op, "dweights", dweights));
+  moe_unpermute_bwd(dense(op, "dout", dout), dense(op, "y", y), index_view(op, "pos", pos),
+                    view(op, "weights", weights), view(op, "dy", dy), view(op, "dweights", dweights));
 }
 
 GroupedMatmulOptions matmul_options(std::string_view op, const std::string& axes, const std::string& list,
@@ -143,14 +146,14 @@ Tensor matmul_fwd(Tensor x, Tensor weight, Tensor groups, Optional bias, std::st
   // Zeros: rows outside all groups.
   Tensor y = zeros({size_of(xv, 0), size_of(w, o.weight_axes == WeightAxes::kNK ? 1 : 2)},
                    out_dtype.value_or(scalar_type(xv.dtype)));
-  grouped_matmul_fwd(xv, w, view(op, "groups", groups), view(op, "bias", bias), view(op, "y", y), o);
+  grouped_matmul_fwd(xv, w, index_view(op, "groups", groups), view(op, "bias", bias), view(op, "y", y), o);
   return y;
 }
 void matmul_fwd_out(Tensor x, Tensor weight, Tensor groups, Optional bias, std::string weight_axes,
                     std::string group_list, Tensor y) {
   constexpr std::string_view op = "grouped_matmul_fwd";
-  grouped_matmul_fwd(dense(op, "x", x), view(op, "weight", weight), view(op, "groups", groups), view(op, "bias", bias),
-                     view(op, "y", y), matmul_options(op, weight_axes, group_list));
+  grouped_matmul_fwd(dense(op, "x", x), view(op, "weight", weight), index_view(op, "groups", groups),
+                     view(op, "bias", bias), view(op, "y", y), matmul_options(op, weight_axes, group_list));
 }
 
 std::tuple<Tensor, Tensor, Tensor> matmul_bwd(Tensor dy, Tensor x, Tensor weight, Tensor groups,
@@ -160,7 +163,7 @@ std::tuple<Tensor, Tensor, Tensor> matmul_bwd(Tensor dy, Tensor x, Tensor weight
   const TensorView dyv = dense(op, "dy", dy);
   const TensorView xv = dense(op, "x", x);
   const TensorView w = view(op, "weight", weight);
-  const TensorView g = view(op, "groups", groups);
+  const TensorView g = index_view(op, "groups", groups);
   const ScalarType type = scalar_type(w.dtype);
   const auto wanted = [&](int bit) { return (needs >> bit & 1) != 0; };
   Tensor dx = wanted(0) ? zeros({size_of(xv, 0), size_of(xv, 1)}, scalar_type(xv.dtype)) : nothing(type);
@@ -174,9 +177,9 @@ std::tuple<Tensor, Tensor, Tensor> matmul_bwd(Tensor dy, Tensor x, Tensor weight
 void matmul_bwd_out(Tensor dy, Tensor x, Tensor weight, Tensor groups, std::string weight_axes, std::string group_list,
                     bool accumulate, Optional dx, Optional dweight, Optional dbias) {
   constexpr std::string_view op = "grouped_matmul_bwd";
-  grouped_matmul_bwd(dense(op, "dy", dy), dense(op, "x", x), view(op, "weight", weight), view(op, "groups", groups),
-                     view(op, "dx", dx), view(op, "dweight", dweight), view(op, "dbias", dbias),
-                     matmul_options(op, weight_axes, group_list, accumulate));
+  grouped_matmul_bwd(dense(op, "dy", dy), dense(op, "x", x), view(op, "weight", weight),
+                     index_view(op, "groups", groups), view(op, "dx", dx), view(op, "dweight", dweight),
+                     view(op, "dbias", dbias), matmul_options(op, weight_axes, group_list, accumulate));
 }
 
 }  // namespace

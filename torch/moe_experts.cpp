@@ -13,7 +13,7 @@ struct Shared {
 MoeExpertsInputs inputs(std::string_view op, Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& gate_up,
                         const Tensor& down, const Shared& s) {
   return {dense(op, "x", x),
-          view(op, "ids", ids),
+          index_view(op, "ids", ids),
           view(op, "weights", weights),
           view(op, "gate_up", gate_up),
           view(op, "down", down),

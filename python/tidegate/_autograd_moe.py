@@ -18,7 +18,7 @@ def _(ctx, dweights, _dids, dprobs):
     return ops.moe_route_bwd(dweights, dprobs, logits, ids, **ctx.options), None
 
 
-def _permute_setup(ctx, inputs, keyword_only_inputs, output):
+def _permute_setup(ctx, inputs, output):
     ctx.save_for_backward(inputs[2])
 
 
@@ -27,7 +27,7 @@ def _(ctx, dy):
     return ops.moe_unpermute_fwd(dy, ctx.saved_tensors[0]), None, None
 
 
-def _unpermute_setup(ctx, inputs, keyword_only_inputs, output):
+def _unpermute_setup(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 

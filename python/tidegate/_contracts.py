@@ -41,6 +41,7 @@ LIMITS = {  # of a dimension: what is expected, and what would be wrong
     "R": ("an even R from 2 to {D}", lambda d: (d["R"] < 2, d["R"] % 2 != 0, d["R"] > d["D"])),
     "N": ("at least 2 entries", lambda d: (d["N"] < 1,)),
     "gate_up": ("twice the {inner} rows of down", lambda d: (d["gate_up"] != 2 * d["inner"],)),
+    "pairs": ("one entry for each of {T} x {k} pairs", lambda d: (d["pairs"] != d["T"] * d["k"],)),
     "slots_each": ("at least 1 column", lambda d: (d["slots_each"] < 1,)),
 }
 
