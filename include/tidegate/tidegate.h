@@ -9,6 +9,7 @@
 #include "tidegate/delta_rule.h"
 #include "tidegate/error.h"
 #include "tidegate/gating.h"
+#include "tidegate/moe.h"
 #include "tidegate/norm.h"
 #include "tidegate/parallel.h"
 #include "tidegate/recurrent.h"

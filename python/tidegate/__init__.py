@@ -4,6 +4,7 @@ from tidegate._native import __version__, isa, ops, set_isa
 from tidegate.check import check, check_isolation
 from tidegate.decode import gdn_packed_decode
 from tidegate.delta_rule import chunk_gated_delta_rule, chunk_gdn, chunk_size
+from tidegate.moe import grouped_matmul, moe_experts, moe_route
 from tidegate.norm import RMSNormGated, rms_norm, rms_norm_gated
 from tidegate.options import PatchOptions
 from tidegate.packed import pack
@@ -30,9 +31,12 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "gdn_packed_decode",
+    "grouped_matmul",
     "isa",
     "kernelize_model",
     "load_snapshots",
+    "moe_experts",
+    "moe_route",
     "ops",
     "pack",
     "partial_rope",

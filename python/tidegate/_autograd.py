@@ -7,6 +7,7 @@ from torch.autograd import forward_ad
 from torch.library import register_autograd
 
 import tidegate._fake_chunk  # noqa: F401  (adds to names)
+import tidegate._fake_moe  # noqa: F401
 from tidegate._fake import names, wide
 
 ops = torch.ops.tidegate
