@@ -12,6 +12,7 @@
 #include "tidegate/moe.h"
 #include "tidegate/norm.h"
 #include "tidegate/parallel.h"
+#include "tidegate/quant.h"
 #include "tidegate/recurrent.h"
 #include "tidegate/rope.h"
 #include "tidegate/seqlens.h"

@@ -24,6 +24,27 @@ GroupList parse_group_list(std::string_view op, std::string_view name) {
 
 namespace grouped_matmul {
 
+std::int64_t* group_offsets(std::string_view op, const TensorView& groups, std::int64_t rows, GroupList kind,
+                            Scratch& scratch) {
+  check_rank(op, {"groups", groups}, 1);
+  check(groups.dtype == DType::kI32 || groups.dtype == DType::kI64, op,
+        ": groups: expected dtype int32 or int64, got dtype ", groups.dtype);
+  const std::int64_t G = groups.sizes[0];
+  auto* offsets = static_cast<std::int64_t*>(scratch.bytes(static_cast<std::size_t>(G + 1) * sizeof(std::int64_t)));
+  offsets[0] = 0;
+  for (std::int64_t g = 0; g < G; ++g) {
+    const std::int64_t at = g * groups.strides[0];
+    const std::int64_t value =
+        groups.dtype == DType::kI32 ? groups.as<const std::int32_t>()[at] : groups.as<const std::int64_t>()[at];
+    const std::int64_t least = kind == GroupList::kCounts ? 0 : offsets[g];
+    const std::int64_t most = kind == GroupList::kCounts ? rows - offsets[g] : rows;
+    check(value >= least, op, ": groups[", g, "]: expected >= ", least, ", got ", value);
+    check(value <= most, op, ": groups[", g, "]: expected <= ", most, " (of ", rows, " rows), got ", value);
+    offsets[g + 1] = kind == GroupList::kCounts ? offsets[g] + value : value;
+  }
+  return offsets;
+}
+
 void outer_products(const OuterProducts& p, const Weights& out) {
   // The kernel writes along its right factor: that is the one whose stride is 1.
   const bool swapped = out.column != 1 && out.K != 1 && (out.row == 1 || out.N == 1);
@@ -72,28 +93,6 @@ void check_matrix(std::string_view op, Named t) {
   check_rank(op, t, 2);
   check_data_type(op, t);
   check_inner_stride(op, t);
-}
-
-// Where the groups begin: [G + 1].
-std::int64_t* group_offsets(std::string_view op, const TensorView& groups, std::int64_t rows, GroupList kind,
-                            Scratch& scratch) {
-  check_rank(op, {"groups", groups}, 1);
-  check(groups.dtype == DType::kI32 || groups.dtype == DType::kI64, op,
-        ": groups: expected dtype int32 or int64, got dtype ", groups.dtype);
-  const std::int64_t G = groups.sizes[0];
-  auto* offsets = static_cast<std::int64_t*>(scratch.bytes(static_cast<std::size_t>(G + 1) * sizeof(std::int64_t)));
-  offsets[0] = 0;
-  for (std::int64_t g = 0; g < G; ++g) {
-    const std::int64_t at = g * groups.strides[0];
-    const std::int64_t value =
-        groups.dtype == DType::kI32 ? groups.as<const std::int32_t>()[at] : groups.as<const std::int64_t>()[at];
-    const std::int64_t least = kind == GroupList::kCounts ? 0 : offsets[g];
-    const std::int64_t most = kind == GroupList::kCounts ? rows - offsets[g] : rows;
-    check(value >= least, op, ": groups[", g, "]: expected >= ", least, ", got ", value);
-    check(value <= most, op, ": groups[", g, "]: expected <= ", most, " (of ", rows, " rows), got ", value);
-    offsets[g + 1] = kind == GroupList::kCounts ? offsets[g] + value : value;
-  }
-  return offsets;
 }
 
 void check_fp64(std::string_view op, Named t, const TensorView& x) {

@@ -29,18 +29,26 @@ inline Weights weights_of(const TensorView& t, WeightAxes axes) {
 }
 
 // A weight [G,N,K] by its axes; a stride of 1 counts where there is more than one element.
-inline void check_weight_view(std::string_view op, Named w, std::int64_t G, std::int64_t N, std::int64_t K,
-                              WeightAxes axes) {
+inline void check_weight_shape(std::string_view op, Named w, std::int64_t G, std::int64_t N, std::int64_t K,
+                               WeightAxes axes) {
   if (axes == WeightAxes::kNK) {
     check_shape(op, w, {G, N, K});
   } else {
     check_shape(op, w, {G, K, N});
   }
-  check_float(op, w);
   const std::int64_t* strides = w.tensor.strides;
   check(w.tensor.numel() == 0 || strides[1] == 1 || strides[2] == 1 || N == 1 || K == 1, op, ": ", w.name,
         ": expected stride 1 in one of the last two dimensions, got ", strides[1], " and ", strides[2]);
 }
+inline void check_weight_view(std::string_view op, Named w, std::int64_t G, std::int64_t N, std::int64_t K,
+                              WeightAxes axes) {
+  check_float(op, w);
+  check_weight_shape(op, w, G, N, K, axes);
+}
+
+// Where the groups begin: [G + 1].
+std::int64_t* group_offsets(std::string_view op, const TensorView& groups, std::int64_t rows, GroupList kind,
+                            Scratch& scratch);
 
 // Rows by pointers: row j of a matrix.
 template <class F>
