@@ -186,10 +186,23 @@ inline void add_int8_product(const Int8Left* left, int64_t row, const Int8Right*
   }
 }
 
-// All rows times a panel of V vectors.
+// Rows of a weight that come next: they lie too far apart for the hardware to see them coming.
+struct Ahead {
+  const int8_t* from;
+  int64_t step, count, bytes;
+  void ask(int64_t begin, int64_t end) const {
+    for (int64_t c = begin; c < end && c < count; ++c) {
+      for (int64_t b = 0; b < bytes; b += 64) {
+        prefetch(from + c * step + b);
+      }
+    }
+  }
+};
+
+// All rows times a panel of V vectors. Every tile asks for its share of what comes next.
 template <int V>
 inline void add_int8_rows(const Int8Left* left, int64_t row, int64_t rows, const Int8Right* panel, int64_t n,
-                          bool first, int32_t* sums) {
+                          bool first, int32_t* sums, const Ahead& ahead) {
   I32 less[V];  // what the shift of the left factor adds
   for (int v = 0; v < V && kInt8Shift != 0; ++v) {
     const uint8_t shift[4] = {kInt8Shift & 255, kInt8Shift & 255, kInt8Shift & 255, kInt8Shift & 255};
@@ -198,7 +211,10 @@ inline void add_int8_rows(const Int8Left* left, int64_t row, int64_t rows, const
       less[v] = add_groups(less[v], set1_group(shift), load_group(panel + (k * V + v) * kLanes * kGroup));
     }
   }
+  const int64_t tiles = (rows + kInt8Rows - 1) / kInt8Rows;
+  const int64_t share = (ahead.count + tiles - 1) / tiles;
   const auto tile = [&](int64_t r, auto size) {
+    ahead.ask(r / kInt8Rows * share, (r / kInt8Rows + 1) * share);
     add_int8_product<decltype(size)::value, V>(left + r * row, row, panel, n, first, less, sums + r * kInt8Panel);
   };
   int64_t r = 0;
@@ -210,14 +226,15 @@ inline void add_int8_rows(const Int8Left* left, int64_t row, int64_t rows, const
 
 template <int V>
 [[gnu::always_inline]] inline void with_vectors(int64_t columns, const Int8Left* left, int64_t row, int64_t rows,
-                                                const Int8Right* panel, int64_t n, bool first, int32_t* sums) {
+                                                const Int8Right* panel, int64_t n, bool first, int32_t* sums,
+                                                const Ahead& ahead) {
   if constexpr (V > 1) {
     if (columns <= (V - 1) * kLanes) {
-      with_vectors<V - 1>(columns, left, row, rows, panel, n, first, sums);
+      with_vectors<V - 1>(columns, left, row, rows, panel, n, first, sums, ahead);
       return;
     }
   }
-  add_int8_rows<V>(left, row, rows, panel, n, first, sums);
+  add_int8_rows<V>(left, row, rows, panel, n, first, sums, ahead);
 }
 
 }  // namespace

@@ -43,14 +43,18 @@ void load_rows(const Block& b, const Parts& p) {
   }
 }
 
-// sums[r][c] for one panel of columns.
-void panel_sums(const Block& b, const Parts& p, int64_t first, int64_t columns, int32_t* sums) {
+// sums[r][c] for one panel of columns; the panel of columns from `next` on will follow.
+void panel_sums(const Block& b, const Parts& p, int64_t first, int64_t columns, int64_t next, int32_t* sums) {
   const int8_t* weight = b.weight + first * b.column;
   for (int64_t k = 0; k < b.width || k == 0; k += kInt8Step) {
     const int64_t n = b.width - k < kInt8Step ? b.width - k : kInt8Step;
     load_int8_panel(weight + k * b.inner, b.column, b.inner, columns, n, p.rows, p.panel);
+    const bool last = k + kInt8Step >= b.width;
+    const int64_t rest = last ? b.width : b.width - k - kInt8Step;
+    const Ahead ahead = {last ? b.weight + next * b.column : weight + k + kInt8Step, b.column,
+                         b.inner == 1 ? columns : 0, rest < kInt8Step ? rest : kInt8Step};
     with_vectors<kInt8Vectors>(columns, p.left + k, left_pitch(b.width), b.row_count, p.panel, group_count(n), k == 0,
-                               sums);
+                               sums, ahead);
   }
 }
 
@@ -69,7 +73,7 @@ void product(const Block& b) noexcept {
   const Parts p(b.room, b.row_count, b.width);
   load_rows(b, p);
   for_panels(b, [&](int64_t first, int64_t columns) {
-    panel_sums(b, p, first, columns, p.sums[0]);
+    panel_sums(b, p, first, columns, first + columns, p.sums[0]);
     for (int64_t r = 0; r < b.row_count; ++r) {
       const F32 row_scale = set1(b.row_scales[r]);
       for_lanes(columns, [&](int64_t c, auto lanes) {
@@ -85,8 +89,8 @@ void swiglu(const SwigluBlock& s) noexcept {
   const Parts p(b.room, b.row_count, b.width);
   load_rows(b, p);
   for_panels(b, [&](int64_t first, int64_t columns) {
-    panel_sums(b, p, first, columns, p.sums[0]);
-    panel_sums(b, p, s.up_first + first, columns, p.sums[1]);
+    panel_sums(b, p, first, columns, s.up_first + first, p.sums[0]);
+    panel_sums(b, p, s.up_first + first, columns, first + columns, p.sums[1]);
     for (int64_t r = 0; r < b.row_count; ++r) {
       const F32 row_scale = set1(b.row_scales[r]);
       for_lanes(columns, [&](int64_t c, auto lanes) {
