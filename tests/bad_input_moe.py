@@ -195,4 +195,44 @@ EXPERTS = [
     *outputs("moe_experts_bwd", "dshared_gate", "dshared_up", "dshared_down", "dshared_router"),
 ]
 
-ROWS = [*ROUTE, *ROUTING, *MATMUL, *EXPERTS]
+
+def matmul_int8(op):
+    return [
+        (op, "x", nested("x"), ValueError, "x: expected"),
+        (op, "x", as_type("x", torch.float32), TypeError, "x: expected dtype int8, got dtype float32"),
+        (op, "weight", grown("weight", 2), ValueError, "expected shape"),
+        (op, "weight", as_type("weight", torch.bfloat16), TypeError, "weight: expected dtype int8"),
+        (op, "groups", changed("groups", 0, -1), ValueError, "groups[0]: expected >= 0, got -1"),
+        (op, "groups", changed("groups", 2, 8), ValueError, "groups[2]: expected <= 5 (of 7 rows), got 8"),
+        (op, "groups", grown("groups", 0), ValueError, "expected shape"),
+        *sizes(op, "weight_scale", "x_scale"),
+        (op, "x_scale", as_type("x_scale", HALF), TypeError, "x_scale: expected dtype float32"),
+        (op, "weight_axes", "kn", ValueError, "expected shape"),
+        (op, "weight_axes", "other", ValueError, "weight_axes: expected nk or kn, got other"),
+        (op, "group_list", "cumsum", ValueError, "groups[1]: expected >= 2, got 0"),
+        (op, "group_list", "other", ValueError, "group_list: expected counts or cumsum, got other"),
+    ]
+
+
+INT8 = [
+    ("quantize", "x", as_type("x", torch.float64), TypeError, "x: expected dtype float32, bfloat16 or float16"),
+    ("quantize", "axis", 2, ValueError, "axis: expected one of the last two dimensions, got 2"),
+    ("quantize.out", "x", grown("x", 0), ValueError, "expected shape"),
+    *outputs("quantize", "q", "scale"),
+    *matmul_int8("grouped_matmul_quant"),
+    ("grouped_matmul_quant", "out_dtype", torch.float64, TypeError, "y: expected dtype float32, bfloat16 or float16"),
+    *outputs("grouped_matmul_quant", "y"),
+    *matmul_int8("grouped_matmul_swiglu_quant"),
+    *sizes("grouped_matmul_swiglu_quant", "smooth_scale"),
+    *outputs("grouped_matmul_swiglu_quant", "q", "q_scale"),
+    *[
+        ("moe_experts_quant", *row[1:])
+        for row in experts("moe_experts_quant")
+        if not row[1].startswith("shared") and row[1] != "interleaved"
+    ],
+    ("moe_experts_quant", "gate_up", as_type("gate_up", HALF), TypeError, "gate_up: expected dtype int8"),
+    *sizes("moe_experts_quant", "gate_up_scale", "down_scale"),
+    *outputs("moe_experts_quant", "out"),
+]
+
+ROWS = [*ROUTE, *ROUTING, *MATMUL, *EXPERTS, *INT8]

@@ -97,7 +97,47 @@ def _experts_bwd():
     return [calls[0], calls[1], (calls[2][0], {**calls[2][1], "needs": 5})]
 
 
+def _int8(*shape):
+    return torch.randint(-127, 128, shape, dtype=torch.int8)
+
+
+def _quantize():
+    return [
+        ([_data(3, 7)], {}),
+        ([_data(2, 6, 5, dtype=torch.bfloat16)], {"axis": -2}),
+        ([_turned(2, 6, 5, grad=False)], {"axis": 1}),
+    ]
+
+
+def _scales(*shape):
+    return torch.rand(*shape) * 0.01 + 0.001
+
+
+def _matmul_int8(smooth):
+    first = [_int8(7, 6), _int8(3, 4, 6), COUNTS, _scales(3, 4), _scales(7)]
+    turned = _int8(3, 4, 6).transpose(1, 2)
+    second = [_int8(7, 6), turned, SUMS, _scales(3, 4), _scales(7)]
+    options = {"weight_axes": "kn", "group_list": "cumsum"}
+    if smooth:
+        return [([*first, _scales(3, 2)], {}), (second, options)]
+    return [(first, {}), (second, {**options, "out_dtype": torch.bfloat16})]
+
+
+def _experts_int8():
+    weights = [_int8(4, 6, 8), _scales(4, 6), _int8(4, 8, 3), _scales(4, 8)]
+    ep = {"weight_axes": "kn", "ids_convention": "transformers_ep"}
+    turned = [_int8(4, 8, 6), _scales(4, 6), _int8(4, 3, 8), _scales(4, 8)]
+    return [
+        ([_data(3, 8), IDS, _data(3, 2), *weights], {}),
+        ([_data(3, 8, dtype=torch.bfloat16), IDS.int(), _data(3, 2), *turned], ep),
+    ]
+
+
 SAMPLES = {
+    "quantize": _quantize,
+    "grouped_matmul_swiglu_quant": lambda: _matmul_int8(True),
+    "grouped_matmul_quant": lambda: _matmul_int8(False),
+    "moe_experts_quant": _experts_int8,
     "moe_route_fwd": _route_fwd,
     "moe_route_bwd": _route_bwd,
     "moe_init_routing": _init_routing,

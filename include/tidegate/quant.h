@@ -19,7 +19,7 @@ struct GroupedQuantInputs {
 };
 struct GroupedQuantOptions {
   WeightAxes weight_axes = WeightAxes::kNK;
-  GroupList group_list = GroupList::kCumsum;
+  GroupList group_list = GroupList::kCounts;
 };
 
 // y[j] = float(W_g x[j]) * weight_scale * x_scale[j], in this order; y [M,N] of any float type but fp64.

@@ -229,8 +229,8 @@ def _refuse_gradient(name, reason):
     register_autograd(f"tidegate::{name}", backward, lib=lib)
 
 
-def _refuse_grad_mode(name, overload):
-    """Operators that write into the caller's memory: inference only, and what they wrote gets a new version."""
+def _refuse_grad_mode(name, overload, reason="this form writes in place and is for inference only"):
+    """Operators without a gradient, or that write into the caller's memory: what they wrote gets a new version."""
     op = getattr(getattr(ops, name), overload)
     arguments = op._schema.arguments
     written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
@@ -239,9 +239,7 @@ def _refuse_grad_mode(name, overload):
         if torch.is_grad_enabled() and any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())
         ):
-            raise RuntimeError(
-                f"{name}: this form writes in place and is for inference only: use it under torch.no_grad()"
-            )
+            raise RuntimeError(f"{name}: {reason}: use it under torch.no_grad()")
         with torch._C._AutoDispatchBelowADInplaceOrView():
             result = op(*args, **kwargs)
         for i, target in written:
@@ -251,7 +249,8 @@ def _refuse_grad_mode(name, overload):
         return result
 
     direct[op] = _refuse_tangents(op._name.split("::")[-1], kernel)
-    for key in ("Autograd", "ADInplaceOrView"):  # the second alone is reached in inference mode
+    # In inference mode the second alone is reached.
+    for key in ("Autograd", "ADInplaceOrView") if written else ("Autograd",):
         lib.impl(op._name, kernel, key)
 
 

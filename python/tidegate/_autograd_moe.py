@@ -1,6 +1,6 @@
 """Autograd kernels of the experts. Wiring only; the arithmetic is in C++."""
 
-from tidegate._autograd import _gradient, ops
+from tidegate._autograd import _gradient, _refuse_grad_mode, ops
 
 
 def _route_setup(ctx, inputs, keyword_only_inputs, output):
@@ -73,3 +73,7 @@ def _(ctx, dout):
         if asked[place]:
             gradients[place] = gradient
     return tuple(gradients)
+
+
+for _name in ("quantize", "grouped_matmul_swiglu_quant", "grouped_matmul_quant", "moe_experts_quant"):
+    _refuse_grad_mode(_name, "default", "int8 is for inference only")

@@ -26,6 +26,7 @@ TYPES = {  # from the type of the contract's first tensor, and whether roundings
     "table": lambda data, hf: TYPES["same" if hf else "inter"](data, hf),
     "sum": lambda data, hf: (torch.float32, WIDE),
     "fp32": lambda data, hf: FLOATS[:1],
+    "int8": lambda data, hf: (torch.int8,),
     "index": lambda data, hf: (torch.int32, torch.int64),
     "flag": lambda data, hf: (torch.bool, torch.int32, torch.int64),
 }
@@ -64,6 +65,7 @@ _EXPERTS = (
     "x T,H float; ids T,k index; weights T,k float; down E,H~inner match; gate_up E,gate_up~H match; "
     "shared_gate J,H match; shared_up J,H match; shared_down H,J match; shared_router H match"
 )
+_PRODUCT_INT8 = "x M,in int8; weight G,out~in int8; groups G index; weight_scale G,out fp32; x_scale M fp32"
 
 CONTRACTS = {
     "causal_conv1d_fwd": f"{_CONV}; y y same; final_state N,D,L same",
@@ -132,6 +134,11 @@ CONTRACTS = {
     "grouped_matmul_bwd": "dy M,out float; x M,in same; weight G,out~in match; groups G index; dx M,in match; "
     "dweight G,out~in match; dbias G,out float",
     "moe_experts_fwd": f"{_EXPERTS}; out T,H same",
+    "quantize": "x *,D kernel; q *,D int8",
+    "grouped_matmul_swiglu_quant": f"{_PRODUCT_INT8}; smooth_scale G,inner fp32; q M,inner int8; q_scale M fp32",
+    "grouped_matmul_quant": f"{_PRODUCT_INT8}; y M,out kernel",
+    "moe_experts_quant": "x T,H kernel; ids T,k index; weights T,k float; down E,H~inner int8; down_scale E,H fp32; "
+    "gate_up E,gate_up~H int8; gate_up_scale E,gate_up fp32; out T,H same",
     "moe_experts_bwd": f"{_EXPERTS}; dout T,H same; dx T,H same; dweights T,k float; dgate_up E,gate_up~H match; "
     "ddown E,H~inner match; dshared_gate J,H match; dshared_up J,H match; dshared_down H,J match; "
     "dshared_router H match",

@@ -86,3 +86,28 @@ def _(
         _nothing(x if t is None else t) if t is None or not needs >> i & 1 else _weight_like(t)
         for i, t in enumerate(inputs)
     )
+
+
+@_fake("quantize")
+def _(x, *, axis=-1):
+    d = axis % x.dim()
+    turned = x.dim() >= 2 and not surely(x.stride(-1) == 1) and surely(x.stride(-2) == 1)
+    q = x.transpose(-2, -1).new_empty(x.transpose(-2, -1).shape, dtype=torch.int8).transpose(-2, -1) if turned else None
+    q = x.new_empty(x.shape, dtype=torch.int8) if q is None else q
+    return q, x.new_empty((*x.shape[:d], *x.shape[d + 1 :]), dtype=torch.float32)
+
+
+@_fake("grouped_matmul_swiglu_quant")
+def _(x, weight, groups, weight_scale, x_scale, smooth_scale=None, *, weight_axes="nk", **_options):
+    columns = weight.shape[1 if weight_axes == "nk" else 2]
+    return x.new_empty((x.shape[0], columns // 2)), x_scale.new_empty((x.shape[0],))
+
+
+@_fake("grouped_matmul_quant")
+def _(x, weight, groups, weight_scale, x_scale, *, weight_axes="nk", out_dtype=torch.float32, **_options):
+    return x.new_empty((x.shape[0], weight.shape[1 if weight_axes == "nk" else 2]), dtype=out_dtype)
+
+
+@_fake("moe_experts_quant")
+def _(x, *_tensors, **_options):
+    return x.new_empty(x.shape)

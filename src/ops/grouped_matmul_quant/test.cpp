@@ -16,7 +16,7 @@ struct Case {
   Tensor x, x_scale, weight, weight_scale, groups, smooth;
   std::vector<std::int64_t> offsets;
   std::int64_t N = 0;
-  GroupedQuantOptions options;
+  GroupedQuantOptions options{WeightAxes::kNK, GroupList::kCumsum};
 
   GroupedQuantInputs inputs() const { return {x, x_scale, weight, weight_scale, groups}; }
   std::int64_t M() const { return x.view().sizes[0]; }
@@ -192,8 +192,9 @@ TEST(GroupedMatmulQuant, Errors) {
   const auto bad = [&](const Change& change, const std::string& text) {
     GroupedQuantInputs in = c.inputs();
     change(in);
-    expect_error([&] { grouped_matmul_quant(in, y); }, "grouped_matmul_quant: " + text);
-    expect_error([&] { grouped_matmul_swiglu_quant(in, {}, q, scale); }, "grouped_matmul_swiglu_quant: " + text);
+    expect_error([&] { grouped_matmul_quant(in, y, c.options); }, "grouped_matmul_quant: " + text);
+    expect_error([&] { grouped_matmul_swiglu_quant(in, {}, q, scale, c.options); },
+                 "grouped_matmul_swiglu_quant: " + text);
   };
   bad([](auto& in) { in.x = {}; }, "x: expected a tensor, got none");
   bad([](auto& in) { in.x.dtype = DType::kF32; }, "x: expected dtype int8, got dtype float32");

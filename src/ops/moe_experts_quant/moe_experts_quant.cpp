@@ -5,7 +5,7 @@
 #include "base/float_environment.h"
 #include "base/row_views.h"
 #include "ops/grouped_matmul_quant/blocks.h"
-#include "ops/moe_experts_quant/kernel.h"
+#include "ops/moe_experts/kernel.h"
 #include "ops/quantize/kernel.h"
 #include "tidegate/cpu.h"
 #include "tidegate/parallel.h"
@@ -126,7 +126,7 @@ void moe_experts_quant(const MoeExpertsQuantInputs& in, const TensorView& out, c
   });
 
   const Weights down = weights_of(in.down, in.down_scale, options.weight_axes);
-  const auto combine = moe_experts_quant_kernels_for(active_isa()).combine[data_type_index(out.dtype)];
+  const auto combine = moe_experts_kernels_for(active_isa()).combine[data_type_index(out.dtype)];
   parallel_for((s.H + kColumns - 1) / kColumns, [&](std::int64_t task) {
     const std::int64_t first = task * kColumns;
     const std::int64_t columns = std::min(kColumns, s.H - first);
@@ -141,9 +141,16 @@ void moe_experts_quant(const MoeExpertsQuantInputs& in, const TensorView& out, c
       b.out = y + rows.first * kColumns;
       kernels.product(b);
     }
-    combine({y, kColumns, columns, s.k, routing.pos, slot_weights,
-             static_cast<char*>(out.data) + first * dtype_bytes(out.dtype), out.strides[0]},
-            0, s.T);
+    moe_experts::Combine c{};
+    c.y = y;
+    c.pitch = kColumns;
+    c.columns = columns;
+    c.slots = s.k;
+    c.rows = routing.pos;
+    c.weights = slot_weights;
+    c.out = static_cast<char*>(out.data) + first * dtype_bytes(out.dtype);
+    c.out_row = out.strides[0];
+    combine(c, 0, s.T);
   });
 }
 
