@@ -133,7 +133,22 @@ def _experts_int8():
     ]
 
 
+def _linear_fwd():
+    half = [_floats(5, 8, dtype=torch.bfloat16), _turned(6, 8, dtype=torch.bfloat16)]
+    return [([_floats(2, 3, 8), _floats(6, 8), _floats(6)], {}), (half, {})]
+
+
+def _linear_bwd():
+    half = [_data(5, n, dtype=torch.bfloat16) for n in (6, 8)]
+    return [
+        ([_data(2, 3, 6), _data(2, 3, 8), _data(6, 8)], {}),
+        ([*half, _data(6, 8, dtype=torch.bfloat16)], {"needs": 3}),
+    ]
+
+
 SAMPLES = {
+    "linear_fwd": _linear_fwd,
+    "linear_bwd": _linear_bwd,
     "quantize": _quantize,
     "grouped_matmul_swiglu_quant": lambda: _matmul_int8(True),
     "grouped_matmul_quant": lambda: _matmul_int8(False),

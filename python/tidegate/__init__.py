@@ -4,6 +4,7 @@ from tidegate._native import __version__, isa, ops, set_isa
 from tidegate.check import check, check_isolation
 from tidegate.decode import gdn_packed_decode
 from tidegate.delta_rule import chunk_gated_delta_rule, chunk_gdn, chunk_size
+from tidegate.linear import linear
 from tidegate.moe import grouped_matmul, moe_experts, moe_route
 from tidegate.norm import RMSNormGated, rms_norm, rms_norm_gated
 from tidegate.options import PatchOptions
@@ -44,6 +45,7 @@ __all__ = [
     "grouped_matmul_swiglu_quant",
     "isa",
     "kernelize_model",
+    "linear",
     "load_snapshots",
     "moe_experts",
     "moe_experts_quant",

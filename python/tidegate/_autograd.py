@@ -139,6 +139,21 @@ def _(ctx, dy, drstd):
     return _add_rstd_gradient(dx, drstd, x, rstd, x.shape[-1]), dw
 
 
+def _linear_setup(ctx, inputs, output):
+    x, weight, bias = (*inputs, None)[:3]  # torch leaves out what was not given at the end
+    ctx.save_for_backward(x, weight)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+@_gradient("linear_fwd", _linear_setup)
+def _(ctx, dy):
+    x, weight = ctx.saved_tensors
+    asked = ctx.needs_input_grad
+    dx, dweight, dbias = ops.linear_bwd(dy, x, weight, needs=sum(need << i for i, need in enumerate(asked)))
+    found = (dx, dweight, dbias if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype))
+    return tuple(gradient if need else None for gradient, need in zip(found, asked, strict=False))
+
+
 def _rope_setup(ctx, inputs, keyword_only_inputs, output):
     ctx.save_for_backward(*inputs[1:])
     ctx.options = dict(keyword_only_inputs)

@@ -67,7 +67,11 @@ _EXPERTS = (
 )
 _PRODUCT_INT8 = "x M,in int8; weight G,out~in int8; groups G index; weight_scale G,out fp32; x_scale M fp32"
 
+_LINEAR = "x *,K float; weight N,K float"
+
 CONTRACTS = {
+    "linear_fwd": f"{_LINEAR}; bias N float; y *,N same",
+    "linear_bwd": f"{_LINEAR}; dy *,N same; dx *,K same; dweight N,K float; dbias N float",
     "causal_conv1d_fwd": f"{_CONV}; y y same; final_state N,D,L same",
     "causal_conv1d_bwd": f"{_CONV}; dy y same; dfinal_state N,D,L same; dx x same; dweight D,W wide; dbias D wide; "
     "dinitial_state N,D,S same",
