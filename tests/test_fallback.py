@@ -142,6 +142,11 @@ def test_every_operator_agrees_with_native(rows):
                 assert value.numel() == 0 or next(strides) == next(strides), name
 
 
+def test_experts_accumulate_and_stay_apart():
+    for environment in (FORCED, {}):
+        assert output(str(TESTS / "fallback_experts.py"), **environment) == "experts done\n"
+
+
 def test_wrong_input_is_refused_as_by_the_native_library(rows):
     assert rows[1] == "rows done\n"
 
