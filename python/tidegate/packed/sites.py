@@ -115,7 +115,7 @@ class AttentionSite(Site):
         self.pairs = [(memo[key], original) for key, original in originals.items()]
         self._rebind({key: memo[key] for key in originals})
         self.selected, self.before = self.text_model.config, self.text_model.config._attn_implementation
-        self.selected._attn_implementation = attention.NAME
+        self.selected._attn_implementation = attention.PATCHED
         self.facts = self._facts()
 
     def _facts(self):
@@ -124,7 +124,7 @@ class AttentionSite(Site):
 
     def _remove(self):
         changed = self._facts() != self.facts or not self.intact()
-        if self.selected._attn_implementation == attention.NAME:
+        if self.selected._attn_implementation == attention.PATCHED:
             self.selected._attn_implementation = self.before
         if not changed:
             self._rebind({id(ours): theirs for ours, theirs in self.pairs})
@@ -137,12 +137,12 @@ class AttentionSite(Site):
                 module.config = target
 
     def intact(self):
-        return self.text_model.config._attn_implementation == attention.NAME
+        return self.text_model.config._attn_implementation == attention.PATCHED
 
     def repair(self):
         if self.installed and not self.intact():
             self.selected = self.text_model.config
-            self.selected._attn_implementation = attention.NAME
+            self.selected._attn_implementation = attention.PATCHED
 
     def copy_to(self, module, memo):
         twin = super().copy_to(module, memo)
