@@ -5,6 +5,9 @@ PYTHON ?= python3
 TORCH ?= torch
 BUILD ?= build
 JOBS ?= $(shell nproc)
+# What users of the patch layer have; `make test` without them skips the tests that build models.
+MODELS ?= transformers[kernels] peft accelerate safetensors
+RELEASES := 5.2.0 5.9.0 5.14.1 5.15.0 5.18.0 newest
 PY := $(VENV)/bin/python
 
 help:  ## show this list
@@ -15,7 +18,7 @@ system:
 
 # The environment is made once and made again when what it must hold changes.
 $(VENV)/.ready: pyproject.toml scripts/venv.sh | system
-	@./scripts/venv.sh $(VENV) $(PYTHON) '$(TORCH)'
+	@./scripts/venv.sh $(VENV) $(PYTHON) '$(TORCH)' $(MODELS)
 
 install: $(VENV)/.ready  ## build the wheel and install it into $(VENV)
 	@$(PY) -m pip install --quiet --no-deps . && echo "installed into $(VENV)"
@@ -38,8 +41,10 @@ bench: install  ## Tidegate and the peers installed in $(VENV), side by side
 bench-peers: | system  ## the same with every pip-installable peer, in an environment of its own
 	@./bench/peers.sh .venv-peers
 
-test-matrix: | system  ## one build, loaded and tested in torch 2.10, 2.12 and the newest
+test-matrix: | system  ## one build in torch 2.10, 2.12 and the newest; models in releases of Transformers, with and without FLA
 	@./scripts/test_matrix.sh $(PYTHON) 2.10.0 2.12.1 newest
+	@.venv-torch-newest/bin/python -m pip install --quiet $(MODELS)
+	@./scripts/test_transformers.sh .venv-torch-newest/bin/python $(foreach r,$(RELEASES),$(r) $(r)+fla)
 
 test-emulated: | system  ## the AVX-512 kernels on any AVX2 CPU, through a translation of their intrinsics
 	@./scripts/system_packages.sh libsimde-dev

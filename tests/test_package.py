@@ -101,20 +101,14 @@ for call in (
 
 
 def test_missing_library(tmp_path):
+    """What happens where the fallback is forbidden; test_fallback.py has the rest."""
     shutil.copytree(PACKAGE, tmp_path / "tidegate", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    report, *errors = python(WITHOUT_LIBRARY, tmp_path).splitlines()
+    report, *errors = python(WITHOUT_LIBRARY, tmp_path, TIDEGATE_REQUIRE_NATIVE="1").splitlines()
     library = tmp_path / "tidegate" / "_tidegate.so"
     assert report.startswith(f"not loaded: {library}: ") and "No such file" in report
     assert len(errors) == 8
     for text in errors:
         assert text.startswith(f"tidegate: the native library is not loaded: {library}: ")
-
-
-def test_broken_library(tmp_path):
-    shutil.copytree(PACKAGE, tmp_path / "tidegate", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    (tmp_path / "tidegate" / "_tidegate.so").write_bytes(b"no library")
-    report = python("import tidegate; print(tidegate.report()['native library'])", tmp_path)
-    assert report.startswith("not loaded: ")
 
 
 def test_unknown_operator():

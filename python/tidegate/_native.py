@@ -8,8 +8,12 @@ the text arrives as ValueError, or as TypeError when it is about a dtype.
 import importlib.metadata
 import pathlib
 import re
+import warnings
 
 import torch
+
+from tidegate import options
+from tidegate.errors import TidegateFallbackWarning
 
 try:
     __version__ = importlib.metadata.version("tidegate")
@@ -19,17 +23,42 @@ except importlib.metadata.PackageNotFoundError:  # a source tree on the path
 library_path = pathlib.Path(__file__).parent / "_tidegate.so"
 load_error = None
 
-try:
-    torch.ops.load_library(str(library_path))
+fallback = None  # why the operators run in plain torch; None: they do not
+REINSTALL = "reinstall tidegate for this torch and CPU (pip install --force-reinstall --no-deps tidegate)"
+
+
+def _use_fallback(cause, remedy):
+    global fallback
+    from tidegate import fallback as plain
+
+    fallback = cause
+    plain.install(__version__)
+    warnings.warn(plain.warning(cause, remedy), TidegateFallbackWarning, stacklevel=2)
+
+
+options.check_native_flags()
+if options.flag("force_fallback"):
+    load_error = "TIDEGATE_FORCE_FALLBACK is set"
+    _use_fallback(load_error, "unset TIDEGATE_FORCE_FALLBACK")
+else:
+    try:
+        torch.ops.load_library(str(library_path))
+    except (OSError, RuntimeError) as error:
+        load_error = f"{library_path}: {error.__cause__ or error}"
+        if not options.flag("require_native"):
+            _use_fallback(f"the native library is not loaded: {load_error}", REINSTALL)
+if load_error is None or fallback is not None:
     import tidegate._autograd  # noqa: F401  (imports the fake kernels too)
-except (OSError, RuntimeError) as error:
-    load_error = f"{library_path}: {error.__cause__ or error}"
+    import tidegate._autograd_moe  # noqa: F401
 
 
 def require():
-    """Raises if the native library is not there."""
-    if load_error is not None:
-        raise RuntimeError(f"tidegate: the native library is not loaded: {load_error}")
+    """Raises if there are no operators: the native library is not there and TIDEGATE_REQUIRE_NATIVE is set."""
+    if load_error is not None and fallback is None:
+        raise RuntimeError(
+            f"tidegate: the native library is not loaded: {load_error}. TIDEGATE_REQUIRE_NATIVE forbids the "
+            f"fallback in plain torch: unset it, or {REINSTALL}"
+        )
 
 
 NATIVE_ERRORS = (RuntimeError, ValueError)
@@ -84,7 +113,7 @@ class _Operators:
 
 
 ops = _Operators()
-if load_error is None:  # made now: torch.compile cannot trace the making of one
+if load_error is None or fallback is not None:  # made now: torch.compile cannot trace the making of one
     for _name in tidegate._autograd.names:
         getattr(ops, _name)
 
@@ -96,7 +125,7 @@ def _about():
 
 
 def isa():
-    """The instruction set in use: scalar, avx2, avx512 or avx512_bf16."""
+    """The instruction set in use: scalar, avx2, avx512 or avx512_bf16; or fallback, if there is no native library."""
     try:
         return _about()[1]
     except NATIVE_ERRORS as error:

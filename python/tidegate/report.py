@@ -36,17 +36,17 @@ def report(model=None):
     if model is not None:
         return report_model(model)
     facts = Report(tidegate=_native.__version__)
-    if _native.load_error is None:
-        facts["native library"] = str(_native.library_path)
+    loaded = _native.load_error is None
+    facts["native library"] = str(_native.library_path) if loaded else f"not loaded: {_native.load_error}"
+    facts["fallback"] = f"plain torch: {_native.fallback}" if _native.fallback else "no"
+    if loaded or _native.fallback:
         try:
             version, active, available = _native._about()
-            facts["native version"] = version
+            facts["native version"] = version if loaded else "none"
             facts["isa in use"] = active
             facts["isa available"] = ", ".join(available)
         except _native.NATIVE_ERRORS as error:  # TIDEGATE_ISA holds a name that this CPU does not have
             facts["isa in use"] = f"none: {str(error).splitlines()[0]}"
-    else:
-        facts["native library"] = f"not loaded: {_native.load_error}"
     facts["threads"] = f"{torch.get_num_threads()} (torch's pool)"
     facts["torch"] = torch.__version__
     facts["python"] = platform.python_version()

@@ -2,6 +2,7 @@
 
 import warnings
 
+from tidegate._native import require
 from tidegate.errors import NothingPatchedError, OptionError, PatchConflictError, PatchError, SelfTestError
 from tidegate.options import nearest, resolve
 from tidegate.patch import hub_kernels
@@ -16,11 +17,20 @@ OPS = {  # every op that a site can have, and the switch that governs it
     "rope": "rope",
     "swiglu": "swiglu",
     "attention": "attention",
+    "linear": "linear",
     "packed": "fused_ops",
     "router": "router",
     "experts": "gmm",
 }
-GROUPS = {"gdn": ("gdn_layer",), "moe": ("router", "experts"), "norms": ("gated_rmsnorm", "rmsnorm")}
+GROUPS = {
+    "gdn": ("gdn_layer",),
+    "moe": ("router", "experts"),
+    "norms": ("gated_rmsnorm", "rmsnorm"),
+    "attention": (
+        "attention",
+        "packed",
+    ),  # our attention leaves it to the model's forward to see that positions restart
+}
 CHECKS = ("install", "off")
 SCOPES = ("model", "process")
 
@@ -43,9 +53,10 @@ def _names(ops):
 
 def finders():
     """The functions find(root, options) -> sites, in the order in which sites are installed."""
-    from tidegate.patch import gdn, moe, norms, rope
+    from tidegate.packed.sites import find_attention, find_packed
+    from tidegate.patch import gdn, linear, moe, norms, rope
 
-    return [gdn.find, norms.find_gated, norms.find, rope.find, moe.find]
+    return [gdn.find, norms.find_gated, norms.find, rope.find, linear.find, moe.find, find_attention, find_packed]
 
 
 def _find(root, asked, options):
@@ -148,6 +159,8 @@ def patch(
     off = {"strict": None if strict else False, "check": None if check == "install" else False}  # None: not asked for
     options = resolve(options, padding_free=padding_free, **off)
     settings = Settings(names, options, scope, "install" if options.check else "off")
+    if options.enabled:
+        require()
     if model is None or scope == "process":
         from tidegate.patch.process import patch_process
 

@@ -1,0 +1,101 @@
+"""tidegate.check: a whole model against itself, in seconds."""
+
+import contextlib
+
+import torch
+
+from tidegate.check import isolation, original, run
+from tidegate.check.short import shortened
+from tidegate.check.table import Report
+from tidegate.errors import PackedInputError
+
+LENGTHS = (9, 1, 66)  # shorter than two convolutions, one token, longer than a chunk of 64
+PROMPT = 62  # tokens of the longest sample that are run before there is a cache
+SMALL = 1 << 20  # elements of a parameter whose gradient is compared; those of the embeddings depend on all others
+
+
+@contextlib.contextmanager
+def _noting(report, what):
+    """An exception becomes a row; a model that says that it cannot be packed is not wrong."""
+    try:
+        yield
+    except PackedInputError as error:
+        report.add(what, ok=True, note=f"refused: {error}")
+    except Exception as error:  # noqa: BLE001  (a foreign backend: whatever it says)
+        text = str(error).strip().split("\n")[0]
+        report.add(what, ok=False, note=f"{type(error).__name__}: {text[:160]}")
+
+
+def _add_original(report, handle, packed, parameters, patched, limit):
+    try:
+        with original.unpatched(handle):
+            before = isolation.separate_runs(packed, parameters)
+    except Exception as error:  # noqa: BLE001
+        text = str(error).strip().split("\n")[0]
+        note = f"not compared: the original raises {type(error).__name__}: {text[:100]}"
+        report.add("patched vs original", ok=True, note=note)
+        return
+    isolation.compare(report, "patched vs original", patched, before, limit)
+
+
+def _add_padding(report, model, ids, limit):
+    """Two rows of different length, padded on either side, against the shorter one alone."""
+    short, width = ids[:-3], len(ids)
+    alone = run.logits_of(model, short, use_cache=False)
+    for side in ("left", "right"):
+        begin = width - len(short) if side == "left" else 0
+        rows = torch.stack([torch.zeros_like(ids), ids])
+        rows[0, begin : begin + len(short)] = short
+        mask = torch.zeros_like(rows)
+        mask[0, begin : begin + len(short)] = 1
+        mask[1] = 1
+        with torch.no_grad():
+            out = model(input_ids=rows, attention_mask=mask, use_cache=False)
+        found = run.first_row(out)[begin : begin + len(short)]
+        report.add(f"padded on the {side} vs unpadded", run.error_of(found, alone), limit)
+
+
+def _add_cache(report, model, ids, limit):
+    """A prompt and then the rest, token by token and in one piece, against all at once."""
+    full = run.logits_of(model, ids, use_cache=False)
+    for what, step in (("token by token", 1), ("in two pieces", len(ids))):
+        cache, found, begin = None, [], 0
+        while begin < len(ids):
+            end = PROMPT if begin == 0 else min(begin + step, len(ids))
+            with torch.no_grad():
+                out = model(input_ids=ids[None, begin:end], past_key_values=cache, use_cache=True)
+            cache, begin = out.past_key_values, end
+            found.append(run.first_row(out))
+        report.add(f"with a cache, {what}, vs at once", run.error_of(torch.cat(found), full), limit)
+
+
+def check(model, *, seed=0, show=True):
+    """Compares a model with itself and, if it is patched, with what it was; prints and returns a table with a verdict.
+
+    Patched and original, packed and separate, padded and unpadded, with a cache and at once: logits, and gradients in
+    the first two. Works on models that are not patched too, and on those of other backends: it then says what leaks.
+    """
+    handle = original.handle_of(model)
+    with run.undisturbed(model, seed), shortened(model) as note:
+        report = Report(f"{type(model).__name__}, {'patched' if handle else 'not patched'}{note}")
+        limit = run.limit_of(model)
+        packed = isolation.Packed(model, list(LENGTHS))
+        parameters = [p for p in model.parameters() if p.requires_grad and p.numel() <= SMALL]
+        separate = None
+        with _noting(report, "forward and backward"):
+            separate = isolation.separate_runs(packed, parameters)
+        if separate is not None:
+            if handle is not None:
+                _add_original(report, handle, packed, parameters, separate, limit)
+            with _noting(report, "packed vs separate"):
+                packed.choose_inputs()
+                isolation.compare_packed(report, packed, separate, parameters, limit)
+                if not report.ok:
+                    isolation.add_parts(report, packed)
+            with _noting(report, "padded vs unpadded"):
+                _add_padding(report, model, packed.samples[2][:12], limit)
+            with _noting(report, "with a cache vs at once"):
+                _add_cache(report, model, packed.samples[2], limit)
+    if show:
+        print(report)
+    return report

@@ -1,0 +1,90 @@
+"""What a text model's forward does first: decide whether its input is packed, check it, and tell every layer the same.
+
+The boundaries travel as keyword arguments (`cu_seq_lens_q` and the rest): activation checkpointing calls layers again
+after the model has returned, so nothing may be kept aside for them.
+"""
+
+import torch
+
+from tidegate.errors import PackedInputError
+from tidegate.packed.sources import boundaries, unpacked_positions
+
+METADATA = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+LENGTHS = ("max_length_q", "max_length_k")
+
+
+def _tensor(name, value):
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, (list, tuple)):
+        return torch.tensor(value, dtype=torch.int32)
+    raise PackedInputError(f"{name}: expected a tensor or a list, got {type(value).__name__}")
+
+
+def _positions(position_ids, tokens):
+    """position_ids as the model wants them, [T] as [1,T]; their rank says what they are."""
+    if position_ids is None:
+        return None
+    shape = list(position_ids.shape)
+    if len(shape) == 1:
+        position_ids = position_ids[None]
+    elif not (len(shape) == 2 or (len(shape) == 3 and shape[0] in (3, 4))):
+        raise PackedInputError(f"position_ids: expected [T], [B,T], [3,B,T] or [4,B,T], got {shape}")
+    if shape[-1] != tokens:
+        raise PackedInputError(f"position_ids: expected {tokens} tokens, got {shape[-1]} (shape {shape})")
+    return position_ids
+
+
+def _refuse_cache(use_cache, past_key_values):
+    if use_cache or past_key_values is not None:
+        given = "use_cache=True" if use_cache else "past_key_values"
+        raise PackedInputError(f"packed input cannot fill a cache; call with use_cache=False (got {given})")
+
+
+def prepare(padding_free, why_not, arguments, batch, tokens):
+    """The keyword arguments of a text model's forward with the packed ones checked and complete, or checked to be none.
+
+    `why_not()` says why this model cannot be packed (empty: it can).
+    """
+    arguments = dict(arguments)
+    padding_free = arguments.pop("padding_free", padding_free)
+    given = {name: _tensor(name, arguments.pop(name, None)) for name in METADATA}
+    lengths = {name: arguments.pop(name, None) for name in LENGTHS}
+    named = [name for name in METADATA if given[name] is not None]
+    positions = arguments["position_ids"] = _positions(arguments.get("position_ids"), tokens)
+    mask = arguments.get("attention_mask")
+    if padding_free is False:
+        if named:
+            raise PackedInputError(f"{named[0]} is given but padding_free is False; leave out one of them")
+        return arguments
+    if not padding_free and not named:
+        if positions is not None and tokens > 1 and (mask is None or (not isinstance(mask, dict) and mask.dim() == 2)):
+            arguments["position_ids"] = unpacked_positions(positions, mask)
+        return arguments
+    if not named and positions is None:
+        raise PackedInputError(
+            "padding_free is True but nothing says where sequences begin: pass position_ids, cu_seq_lens_q or seq_idx"
+        )
+    refusal = why_not()
+    if refusal:
+        raise PackedInputError(f"this model cannot run packed input: {refusal}")
+    if batch != 1:
+        raise PackedInputError(
+            f"packed input needs batch size 1, got {batch}; flatten the batch, e.g. with DataCollatorWithFlattening"
+        )
+    _refuse_cache(arguments.get("use_cache"), arguments.get("past_key_values"))
+    if mask is not None and (isinstance(mask, dict) or mask.dim() != 2):
+        raise PackedInputError(
+            "attention_mask: packed input takes none, or [1,T] of ones; its boundaries say which tokens meet"
+        )
+    cu, seq_idx, made = boundaries(
+        *given.values(),
+        positions,
+        mask,
+        tokens=tokens,
+        **{name: -1 if value is None else int(value) for name, value in lengths.items()},
+        strict_positions=bool(padding_free),
+    )
+    lengths = {name: tokens if value is None else value for name, value in lengths.items()}
+    arguments.update(attention_mask=None, use_cache=False, position_ids=made if positions is None else positions)
+    return {**arguments, "cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "seq_idx": seq_idx, **lengths}

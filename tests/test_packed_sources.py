@@ -1,0 +1,201 @@
+"""Boundaries of packed input: every source, their agreement, and what is said when they are wrong."""
+
+import itertools
+import re
+
+import pytest
+import torch
+
+from tidegate.errors import PackedInputError
+from tidegate.packed import pack
+from tidegate.packed.forward import prepare
+from tidegate.packed.sources import boundaries, unpacked_positions
+
+LENGTHS = (24, 0, 40)
+T = sum(LENGTHS)
+BATCH = pack([torch.arange(length) + 1 for length in LENGTHS])
+TEXT = BATCH["position_ids"]
+POSITIONS = {
+    "[T]": TEXT[0],
+    "[1,T]": TEXT,
+    "[3,1,T]": TEXT.expand(3, 1, T),
+    "[4,1,T]": torch.cat([TEXT[None], 7 * TEXT.expand(3, 1, T)]),
+}
+METADATA = {name: BATCH[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")}
+
+
+def prepared(setting=None, batch=1, tokens=T, **arguments):
+    return prepare(setting, lambda: "", arguments, batch, tokens)
+
+
+def error(setting=None, batch=1, tokens=T, **arguments):
+    with pytest.raises(PackedInputError) as caught:
+        prepared(setting, batch, tokens, **arguments)
+    return str(caught.value)
+
+
+def edited(values, index, value):
+    values = values.clone()
+    values[..., index] = value
+    return values
+
+
+@pytest.mark.parametrize("positions", [None, *POSITIONS])
+def test_every_combination_gives_the_same_boundaries(positions):
+    want = [0, 24] + [T] * (T - 1)
+    for count in range(len(METADATA) + 1):
+        for names in itertools.combinations(METADATA, count):
+            given = {name: METADATA[name] for name in names}
+            if positions is not None:
+                given["position_ids"] = POSITIONS[positions]
+            if not given:
+                continue
+            for padding_free in (True, None) if names else (True,):
+                got = prepared(padding_free, **given)
+                assert got["cu_seq_lens_q"].tolist() == got["cu_seq_lens_k"].tolist() == want
+                assert got["seq_idx"].tolist() == [[0] * 24 + [1] * 40]
+                assert got["max_length_q"] == got["max_length_k"] == T
+                assert got["use_cache"] is False and got["attention_mask"] is None
+                if positions in (None, "[T]"):
+                    assert torch.equal(got["position_ids"], TEXT)
+                else:
+                    assert got["position_ids"] is POSITIONS[positions]
+
+
+def test_forms_of_the_arguments():
+    lists = prepared(cu_seq_lens_q=[0, 24, 24, 64, 64])
+    wide = prepared(cu_seq_lens_q=METADATA["cu_seq_lens_q"].long(), seq_idx=METADATA["seq_idx"][0])
+    assert torch.equal(lists["cu_seq_lens_q"], wide["cu_seq_lens_q"])
+    assert prepared(**METADATA, max_length_q=40, max_length_k=99)["max_length_q"] == 40
+    ones = torch.ones(1, T, dtype=torch.long)
+    assert prepared(**METADATA, attention_mask=ones)["attention_mask"] is None
+    assert prepared(True, batch=1, position_ids=TEXT + 5)["cu_seq_lens_q"][1] == 24  # all begin at 5
+
+
+def test_unset_means_packed_only_with_metadata():
+    arguments = prepared(position_ids=torch.arange(T)[None], use_cache=True)
+    assert "cu_seq_lens_q" not in arguments and arguments["use_cache"] is True
+    assert prepared() == {"position_ids": None}
+    text = (
+        "position_ids restart at token 24 but padding_free is not set. Pass padding_free=True (separate sequences) or "
+    )
+    ones = torch.ones(1, T, dtype=torch.long)
+    for positions in POSITIONS.values():
+        assert error(position_ids=positions) == text + "False (one sequence)"
+        assert error(position_ids=positions, attention_mask=ones) == text + "False (one sequence)"
+        assert error(position_ids=positions, padding_free=None) == text + "False (one sequence)"
+        assert "cu_seq_lens_q" not in prepared(position_ids=positions, attention_mask=edited(ones, 0, 0))
+    jump = edited(torch.arange(T)[None], 5, 77)  # no restart
+    assert "cu_seq_lens_q" not in prepared(position_ids=jump)
+    assert prepared(cu_seq_lens_q=[0, T], position_ids=jump)["cu_seq_lens_q"].tolist() == [0] + [T] * T
+
+
+def test_false_means_one_sequence():
+    arguments = prepared(False, position_ids=POSITIONS["[T]"], use_cache=True)
+    assert torch.equal(arguments["position_ids"], TEXT) and arguments["use_cache"] is True
+    assert (
+        error(False, seq_idx=METADATA["seq_idx"]) == "seq_idx is given but padding_free is False; leave out one of them"
+    )
+    assert error(True, padding_free=False, **METADATA).startswith("cu_seq_lens_q is given but padding_free is False")
+
+
+SHIFTED = {
+    "cu_seq_lens_q": torch.tensor([0, 25, 64]),
+    "cu_seq_lens_k": torch.tensor([0, 25, 64]),
+    "seq_idx": torch.tensor([[3] * 25 + [1] * 39]),
+    "position_ids": torch.cat([torch.arange(25), torch.arange(39)])[None],
+}
+
+
+@pytest.mark.parametrize("one, other", list(itertools.permutations(SHIFTED, 2)))
+def test_disagreement_is_an_error(one, other):
+    given = {one: {**METADATA, "position_ids": TEXT}[one], other: SHIFTED[other]}
+    first, second = sorted(given, key=list(SHIFTED).index)
+    values = (24, 25) if first == one else (25, 24)
+    text = (
+        f"{first} and {second} disagree: boundary 1 is {values[0]} in {first}, {values[1]} in {second} (T=64, N=2 vs 2)"
+    )
+    assert error(True, **given) == error(**given) == text
+
+
+def test_the_first_source_has_fewer_boundaries():
+    assert error(cu_seq_lens_q=[0, 64], seq_idx=METADATA["seq_idx"]) == (
+        "cu_seq_lens_q and seq_idx disagree: boundary 1 is 64 in cu_seq_lens_q, 24 in seq_idx (T=64, N=1 vs 2)"
+    )
+
+
+MASK = torch.ones(1, T, dtype=torch.long)
+ORDER = "is smaller than cu_seq_lens_{0}[2]=12; lengths must not decrease"
+SHAPES = "position_ids: expected [T], [B,T], [3,B,T] or [4,B,T], got "
+CACHE = "packed input cannot fill a cache; call with use_cache=False (got {0})"
+NO_MASK = "attention_mask: packed input takes none, or [1,T] of ones; its boundaries say which tokens meet"
+ZERO = "attention_mask[0,7]=0, expected 1: packed input has no padding; drop these tokens"
+NOTHING = "padding_free is True but nothing says where sequences begin: pass position_ids, cu_seq_lens_q or seq_idx"
+WRONG = [
+    (dict(cu_seq_lens_q=[0, 5, 12, 8, 64]), "cu_seq_lens_q[3]=8 " + ORDER.format("q")),
+    (dict(cu_seq_lens_k=[0, 5, 12, 8, 64]), "cu_seq_lens_k[3]=8 " + ORDER.format("k")),
+    (dict(cu_seq_lens_q=[0, 24, 60]), "cu_seq_lens_q[2]=60, expected 64 (tokens)"),
+    (dict(cu_seq_lens_q=[0, 24, 70]), "cu_seq_lens_q[2]=70, expected <= 64 (tokens)"),
+    (dict(cu_seq_lens_q=[1, 24, 64]), "cu_seq_lens_q[0]=1, expected 0"),
+    (dict(cu_seq_lens_q=[0]), "cu_seq_lens_q: expected at least 2 entries, got 1"),
+    (dict(cu_seq_lens_q=torch.tensor([[0, 64]])), "cu_seq_lens_q: expected shape [N+1], got [1, 2]"),
+    (dict(cu_seq_lens_q=torch.tensor([0.0, 64.0])), "cu_seq_lens_q: expected int32 or int64, got torch.float32"),
+    (dict(cu_seq_lens_q="0,64"), "cu_seq_lens_q: expected a tensor or a list, got str"),
+    (dict(seq_idx=edited(METADATA["seq_idx"], 63, 0)), "seq_idx[63]=0, expected an id not used before"),
+    (dict(seq_idx=METADATA["seq_idx"][:, 1:]), "seq_idx: expected boundaries of 64 tokens, got 63"),
+    (dict(position_ids=edited(TEXT, 3, -1)), "position_ids[3]=-1, expected >= 0"),
+    (dict(position_ids=edited(TEXT, 3, 9)), "position_ids[3]=9, expected 3 (same sequence) or 0 (new sequence)"),
+    (dict(position_ids=TEXT[:, 1:]), "position_ids: expected 64 tokens, got 63 (shape [1, 63])"),
+    (dict(position_ids=TEXT.view(1, 1, 1, T)), SHAPES + "[1, 1, 1, 64]"),
+    (dict(position_ids=TEXT.expand(2, 1, T)), SHAPES + "[2, 1, 64]"),
+    (dict(), NOTHING),
+    (dict(METADATA, max_length_q=39), "max_length_q=39 is smaller than the longest sequence, which has 40 tokens"),
+    (dict(METADATA, max_length_k=1), "max_length_k=1 is smaller than the longest sequence, which has 40 tokens"),
+    (dict(METADATA, use_cache=True), CACHE.format("use_cache=True")),
+    (dict(METADATA, past_key_values=()), CACHE.format("past_key_values")),
+    (dict(METADATA, attention_mask=edited(MASK, 7, 0)), ZERO),
+    (dict(METADATA, attention_mask=MASK[None, None]), NO_MASK),
+]
+
+
+@pytest.mark.parametrize("arguments, text", WRONG, ids=[text[:40] for _, text in WRONG])
+def test_wrong_input_names_the_entry(arguments, text):
+    assert error(True, **arguments) == text
+
+
+def test_more_than_one_row():
+    text = "packed input needs batch size 1, got 4; flatten the batch, e.g. with DataCollatorWithFlattening"
+    assert error(batch=4, **METADATA) == error(True, batch=4, position_ids=TEXT.expand(4, T)) == text
+
+
+def test_a_refusal_is_passed_on():
+    with pytest.raises(PackedInputError, match="this model cannot run packed input: so and so"):
+        prepare(None, lambda: "so and so", dict(METADATA), 1, T)
+    prepare(None, lambda: "so and so", {"position_ids": None}, 1, T)  # not packed: nobody asks
+
+
+def test_operators():
+    given = [*METADATA.values(), TEXT, MASK]
+    torch.library.opcheck(boundaries, given, dict(tokens=T, max_length_q=40))
+    torch.library.opcheck(unpacked_positions, [torch.arange(T)[None], MASK])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_checks_stay(backend):
+    """The checks are part of the graph: a second call with other values is checked too."""
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def run(cu, positions):
+        return prepared(cu_seq_lens_q=cu, position_ids=positions)["cu_seq_lens_q"] * 2
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def unpacked(positions):
+        return prepared(position_ids=positions)["position_ids"] * 2
+
+    cu = METADATA["cu_seq_lens_q"]
+    assert torch.equal(run(cu, TEXT), 2 * prepared(cu_seq_lens_q=cu)["cu_seq_lens_q"])
+    with pytest.raises(PackedInputError, match="disagree"):
+        run(torch.where(cu == 24, 25, cu), TEXT)
+    unpacked(torch.arange(T)[None])
+    with pytest.raises(PackedInputError, match=re.escape("restart at token 24")):
+        unpacked(TEXT)
