@@ -114,13 +114,13 @@ def _scales(*shape):
 
 
 def _matmul_int8(smooth):
-    first = [_int8(7, 6), _int8(3, 4, 6), COUNTS, _scales(3, 4), _scales(7)]
+    first = [_int8(5, 6), _int8(3, 4, 6), COUNTS, _scales(3, 4), _scales(5)]
     turned = _int8(3, 4, 6).transpose(1, 2)
-    second = [_int8(7, 6), turned, SUMS, _scales(3, 4), _scales(7)]
-    options = {"weight_axes": "kn", "group_list": "cumsum"}
+    second = [_int8(5, 6), turned, SUMS, _scales(3, 4), _scales(5)]
+    plain, options = {"weight_axes": "nk", "group_list": "counts"}, {"weight_axes": "kn", "group_list": "cumsum"}
     if smooth:
-        return [([*first, _scales(3, 2)], {}), (second, options)]
-    return [(first, {}), (second, {**options, "out_dtype": torch.bfloat16})]
+        return [([*first, _scales(3, 2)], plain), (second, options)]
+    return [(first, plain), (second, {**options, "out_dtype": torch.bfloat16})]
 
 
 def _experts_int8():
@@ -128,7 +128,7 @@ def _experts_int8():
     ep = {"weight_axes": "kn", "ids_convention": "transformers_ep"}
     turned = [_int8(4, 8, 6), _scales(4, 6), _int8(4, 3, 8), _scales(4, 8)]
     return [
-        ([_data(3, 8), IDS, _data(3, 2), *weights], {}),
+        ([_data(3, 8), IDS, _data(3, 2), *weights], {"weight_axes": "nk"}),
         ([_data(3, 8, dtype=torch.bfloat16), IDS.int(), _data(3, 2), *turned], ep),
     ]
 

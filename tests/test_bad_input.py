@@ -103,6 +103,8 @@ def test_wrong_dtype_and_device(name):
             flags = argument == "has_initial_state"
             others = [torch.float32, torch.uint8, torch.int8, torch.int16] + [torch.bool] * (not flags)
             text += " bool, int32 or int64, got dtype" if flags else " int32 or int64, got dtype"
+        if right.dtype == torch.int8:
+            others, text = [torch.float32, torch.uint8, torch.int32], f"{argument}: expected dtype"
         for wrong in (*others, torch.complex64):
             given[argument] = right.to(wrong)
             assert_refused(name, given, TypeError, "expected dtype" if right.is_floating_point() else text)

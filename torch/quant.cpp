@@ -35,6 +35,7 @@ void quantize_out(Tensor x, std::int64_t axis, Tensor q, Tensor scale) {
 
 GroupedQuantInputs inputs_of(std::string_view op, Tensor& x, const Tensor& weight, const Tensor& groups,
                              const Tensor& weight_scale, const Tensor& x_scale) {
+  check_index_type(op, "groups", groups);
   return {dense(op, "x", x), view(op, "x_scale", x_scale), view(op, "weight", weight),
           view(op, "weight_scale", weight_scale), view(op, "groups", groups)};
 }
@@ -85,6 +86,7 @@ Tensor product(Tensor x, Tensor weight, Tensor groups, Tensor weight_scale, Tens
 void experts_out(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor gate_up_scale, Tensor down,
                  Tensor down_scale, std::string weight_axes, std::string ids_convention, Tensor out) {
   constexpr std::string_view op = "moe_experts_quant";
+  check_index_type(op, "ids", ids);
   moe_experts_quant(
       {dense(op, "x", x), view(op, "ids", ids), view(op, "weights", weights), view(op, "gate_up", gate_up),
        view(op, "gate_up_scale", gate_up_scale), view(op, "down", down), view(op, "down_scale", down_scale)},

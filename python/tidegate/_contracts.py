@@ -138,7 +138,7 @@ CONTRACTS = {
     "grouped_matmul_bwd": "dy M,out float; x M,in same; weight G,out~in match; groups G index; dx M,in match; "
     "dweight G,out~in match; dbias G,out float",
     "moe_experts_fwd": f"{_EXPERTS}; out T,H same",
-    "quantize": "x *,D kernel; q *,D int8",
+    "quantize": "x *,D kernel; q *,D int8; scale axis fp32",
     "grouped_matmul_swiglu_quant": f"{_PRODUCT_INT8}; smooth_scale G,inner fp32; q M,inner int8; q_scale M fp32",
     "grouped_matmul_quant": f"{_PRODUCT_INT8}; y M,out kernel",
     "moe_experts_quant": "x T,H kernel; ids T,k index; weights T,k float; down E,H~inner int8; down_scale E,H fp32; "
@@ -183,6 +183,12 @@ def _dimensions(op, name, text, given, d):
         order = LAYOUTS[given["out_layout"]]
     if text in ("x", "y"):
         return _conv_dimensions(op, text == "y", order, given, d)
+    if text == "axis":  # x without it
+        sizes = [*d["*"], d["D"]]
+        if given["axis"] % len(sizes) < len(sizes) - 2 or not -3 < given["axis"] < len(sizes):
+            _refuse(ValueError, op, "axis", "one of the last two dimensions", given["axis"])
+        del sizes[given["axis"]]
+        return sizes
     names = []
     for part in text.split(","):
         if part[0] in "@#":
@@ -200,6 +206,9 @@ def _dimensions(op, name, text, given, d):
 
 def _check_shape(op, name, tensor, names, d):
     shape = list(tensor.shape)
+    if not names:
+        names = ["*"]
+        d = {"*": []}
     if str(names[0])[0] == "?":
         first = int(names[0][1:]) if names[0][1:].isdigit() else names[0][1:]
         given = len(shape) == len(names) and (first in d or isinstance(first, int))
