@@ -28,14 +28,14 @@ def gflops(tokens, seconds):
     return 6e-9 * D * D * HV * tokens / seconds
 
 
-def medians(calls, reps):
-    """{name: call} -> {name: seconds}, interleaved; two rounds warm up."""
+def medians(calls, reps, warmup=2):
+    """{name: call} -> {name: seconds}, interleaved, after some rounds that warm up."""
     times = {name: [] for name in calls}
-    for round_ in range(reps + 2):
+    for round_ in range(reps + warmup):
         for name, call in calls.items():
             start = time.perf_counter()
             call()
-            if round_ >= 2:
+            if round_ >= warmup:
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(t) for name, t in times.items()}
 

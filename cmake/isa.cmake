@@ -6,7 +6,8 @@ set(TIDEGATE_FLAGS_common -O3 -ffp-contract=off -fno-math-errno -fno-exceptions 
 set(TIDEGATE_FLAGS_scalar)
 set(TIDEGATE_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi2)
 set(TIDEGATE_FLAGS_avx512 ${TIDEGATE_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
-set(TIDEGATE_FLAGS_avx512_bf16 ${TIDEGATE_FLAGS_avx512} -mavx512bf16)
+# Every CPU with the bf16 dot product has the one of int8 too (VNNI), so it has no level of its own.
+set(TIDEGATE_FLAGS_avx512_bf16 ${TIDEGATE_FLAGS_avx512} -mavx512bf16 -mavx512vnni)
 
 if(TIDEGATE_EMULATE_AVX512)
   # Test builds only: the AVX-512 vocabulary runs on AVX2 through a portable translation of its intrinsics.

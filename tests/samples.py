@@ -5,6 +5,7 @@ added here: the tests compare with the registry.
 """
 
 import samples_backward
+import samples_moe
 import torch
 
 NO_TENSORS = {"about", "chunk_size", "set_isa"}  # facts and a switch, nothing to compute
@@ -367,4 +368,5 @@ SAMPLES = {
     "chunk_gated_delta_rule_fwd_h": _fwd_h,
     "chunk_fwd_o": _fwd_o,
     **samples_backward.SAMPLES,
+    **samples_moe.SAMPLES,
 }

@@ -6,6 +6,7 @@ import functools
 
 import bad_input_chunk_backward
 import bad_input_delta_rule
+import bad_input_moe
 import bad_input_recurrent
 import bad_input_rows
 import pytest
@@ -18,7 +19,7 @@ from tidegate._contracts import CONTRACTS
 
 ROWS = [
     row
-    for module in (bad_input_rows, bad_input_delta_rule, bad_input_chunk_backward, bad_input_recurrent)
+    for module in (bad_input_rows, bad_input_delta_rule, bad_input_chunk_backward, bad_input_recurrent, bad_input_moe)
     for row in module.ROWS
 ]
 

@@ -1,5 +1,6 @@
 """Whole models: packed input gives what separate runs give, or an error; never anything else."""
 
+import functools
 import itertools
 
 import pytest
@@ -10,6 +11,7 @@ from packed_case import (
     SPLITS,
     assert_equal_runs,
     batch_of,
+    exact,
     packable,
     packs,
     patched,
@@ -31,7 +33,8 @@ def test_packed_is_separate(family, lengths):
     """Logits, loss and all gradients."""
     model = packable(family)
     ids, batch = batch_of(lengths)
-    assert_equal_runs(together(model, ids, **batch), separate(model, lengths))
+    truth = functools.partial(exact, family, lengths)
+    assert_equal_runs(together(model, ids, **batch), separate(model, lengths), truth=truth)
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)

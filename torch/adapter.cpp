@@ -118,6 +118,15 @@ Tensor empty_like(const TensorView& t) {
   return empty(std::vector<std::int64_t>(t.sizes, t.sizes + t.rank), scalar_type(t.dtype));
 }
 
+Tensor empty_weight_like(const TensorView& t) {
+  if (t.rank < 2 || t.stride(-1) == 1 || t.stride(-2) != 1) {
+    return empty_like(t);
+  }
+  std::vector<std::int64_t> sizes(t.sizes, t.sizes + t.rank);
+  std::swap(sizes[sizes.size() - 2], sizes[sizes.size() - 1]);
+  return torch::stable::transpose(empty(sizes, scalar_type(t.dtype)), -2, -1);
+}
+
 void check_index_type(std::string_view op, std::string_view name, const Tensor& t) {
   check(t.defined(), op, ": ", name, ": expected a tensor, got none");
   check(is_index(t), op, ": ", name, ": expected dtype int32 or int64, got dtype ", type_name(t.scalar_type()));

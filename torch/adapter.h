@@ -36,9 +36,19 @@ Tensor empty(std::vector<std::int64_t> sizes, ScalarType type);
 Tensor zeros(std::vector<std::int64_t> sizes, ScalarType type);
 inline Tensor nothing(ScalarType type) { return empty({0}, type); }  // an output that was not asked for
 Tensor empty_like(const TensorView& t);                              // dense, same sizes and dtype
+// The same for the gradient of a parameter: a matrix whose rows are its inner dimension in memory stays that way.
+Tensor empty_weight_like(const TensorView& t);
 
 // A 1-D int32 or int64 tensor as a list; the same of bool, int32 or int64 as 0 and 1. Absent: empty.
 void check_index_type(std::string_view op, std::string_view name, const Tensor& t);
+// An index tensor as it is.
+inline TensorView index_view(std::string_view op, std::string_view name, const Tensor& t) {
+  check_index_type(op, name, t);
+  return view(op, name, t);
+}
+inline TensorView index_view(std::string_view op, std::string_view name, const Optional& t) {
+  return t.has_value() ? index_view(op, name, *t) : TensorView{};
+}
 std::vector<std::int64_t> integers(std::string_view op, std::string_view name, const Tensor& t);
 std::vector<std::int64_t> integers(std::string_view op, std::string_view name, const Optional& t);
 std::vector<std::uint8_t> booleans(std::string_view op, std::string_view name, const Optional& t);

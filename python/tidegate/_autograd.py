@@ -7,6 +7,7 @@ from torch.autograd import forward_ad
 from torch.library import register_autograd
 
 import tidegate._fake_chunk  # noqa: F401  (adds to names)
+import tidegate._fake_moe  # noqa: F401
 from tidegate._fake import names, wide
 
 ops = torch.ops.tidegate
@@ -138,6 +139,21 @@ def _(ctx, dy, drstd):
     return _add_rstd_gradient(dx, drstd, x, rstd, x.shape[-1]), dw
 
 
+def _linear_setup(ctx, inputs, output):
+    x, weight, bias = (*inputs, None)[:3]  # torch leaves out what was not given at the end
+    ctx.save_for_backward(x, weight)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+@_gradient("linear_fwd", _linear_setup)
+def _(ctx, dy):
+    x, weight = ctx.saved_tensors
+    asked = ctx.needs_input_grad
+    dx, dweight, dbias = ops.linear_bwd(dy, x, weight, needs=sum(need << i for i, need in enumerate(asked)))
+    found = (dx, dweight, dbias if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype))
+    return tuple(gradient if need else None for gradient, need in zip(found, asked, strict=False))
+
+
 def _rope_setup(ctx, inputs, keyword_only_inputs, output):
     ctx.save_for_backward(*inputs[1:])
     ctx.options = dict(keyword_only_inputs)
@@ -228,8 +244,8 @@ def _refuse_gradient(name, reason):
     register_autograd(f"tidegate::{name}", backward, lib=lib)
 
 
-def _refuse_grad_mode(name, overload):
-    """Operators that write into the caller's memory: inference only, and what they wrote gets a new version."""
+def _refuse_grad_mode(name, overload, reason="this form writes in place and is for inference only"):
+    """Operators without a gradient, or that write into the caller's memory: what they wrote gets a new version."""
     op = getattr(getattr(ops, name), overload)
     arguments = op._schema.arguments
     written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
@@ -238,9 +254,7 @@ def _refuse_grad_mode(name, overload):
         if torch.is_grad_enabled() and any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())
         ):
-            raise RuntimeError(
-                f"{name}: this form writes in place and is for inference only: use it under torch.no_grad()"
-            )
+            raise RuntimeError(f"{name}: {reason}: use it under torch.no_grad()")
         with torch._C._AutoDispatchBelowADInplaceOrView():
             result = op(*args, **kwargs)
         for i, target in written:
@@ -250,7 +264,8 @@ def _refuse_grad_mode(name, overload):
         return result
 
     direct[op] = _refuse_tangents(op._name.split("::")[-1], kernel)
-    for key in ("Autograd", "ADInplaceOrView"):  # the second alone is reached in inference mode
+    # In inference mode the second alone is reached.
+    for key in ("Autograd", "ADInplaceOrView") if written else ("Autograd",):
         lib.impl(op._name, kernel, key)
 
 

@@ -7,6 +7,7 @@ may be symbols: a call is refused when it is known to be wrong; otherwise nothin
     ?B     may be left out                          #H   the same with chunks in the place of tokens
     V?     the same at the end
     K^V    V,K with state_v_first                   x    input of the convolution    y   its output, as head_num says
+    n~k    k,n with weight_axes "kn"
 """
 
 import torch
@@ -25,6 +26,7 @@ TYPES = {  # from the type of the contract's first tensor, and whether roundings
     "table": lambda data, hf: TYPES["same" if hf else "inter"](data, hf),
     "sum": lambda data, hf: (torch.float32, WIDE),
     "fp32": lambda data, hf: FLOATS[:1],
+    "int8": lambda data, hf: (torch.int8,),
     "index": lambda data, hf: (torch.int32, torch.int64),
     "flag": lambda data, hf: (torch.bool, torch.int32, torch.int64),
 }
@@ -39,6 +41,8 @@ LIMITS = {  # of a dimension: what is expected, and what would be wrong
     "L": ("a state length >= taps - 1 ({W} taps)", lambda d: (d["L"] < d["W"] - 1,)),
     "R": ("an even R from 2 to {D}", lambda d: (d["R"] < 2, d["R"] % 2 != 0, d["R"] > d["D"])),
     "N": ("at least 2 entries", lambda d: (d["N"] < 1,)),
+    "gate_up": ("twice the {inner} rows of down", lambda d: (d["gate_up"] != 2 * d["inner"],)),
+    "pairs": ("one entry for each of {T} x {k} pairs", lambda d: (d["pairs"] != d["T"] * d["k"],)),
     "slots_each": ("at least 1 column", lambda d: (d["slots_each"] < 1,)),
 }
 
@@ -57,8 +61,17 @@ _WY = (
 )
 _WY_GRADIENTS = "dk @HK,K inter; dv @HV,V inter; dbeta @HV wide; dg @HV wide"
 _ROPE = "{0} @H,D float; cos ?B,T,R table; sin ?B,T,R table; {1} @H,D same"
+_EXPERTS = (
+    "x T,H float; ids T,k index; weights T,k float; down E,H~inner match; gate_up E,gate_up~H match; "
+    "shared_gate J,H match; shared_up J,H match; shared_down H,J match; shared_router H match"
+)
+_PRODUCT_INT8 = "x M,in int8; weight G,out~in int8; groups G index; weight_scale G,out fp32; x_scale M fp32"
+
+_LINEAR = "x *,K float; weight N,K float"
 
 CONTRACTS = {
+    "linear_fwd": f"{_LINEAR}; bias N float; y *,N same",
+    "linear_bwd": f"{_LINEAR}; dy *,N same; dx *,K same; dweight N,K float; dbias N float",
     "causal_conv1d_fwd": f"{_CONV}; y y same; final_state N,D,L same",
     "causal_conv1d_bwd": f"{_CONV}; dy y same; dfinal_state N,D,L same; dx x same; dweight D,W wide; dbias D wide; "
     "dinitial_state N,D,S same",
@@ -113,6 +126,26 @@ CONTRACTS = {
     "prepare_wy_repr_bwd_da": f"{_WY}; dA @HV,C inter",
     "prepare_wy_repr_bwd_full": f"{_WY}; dA @HV,C inter; {_WY_GRADIENTS}",
     "prepare_wy_repr_bwd": f"{_WY}; {_WY_GRADIENTS}",
+    "moe_route_fwd": "logits T,E float; replay_ids T,top_k index; ids T,top_k index; weights T,top_k inter; "
+    "probs T,E wide",
+    "moe_route_bwd": "logits T,E float; ids T,k index; dweights T,k inter; dprobs T,E wide; dlogits T,E same",
+    "moe_init_routing": "ids T,k index; counts num_experts index; src pairs index; pos T,k index",
+    "moe_permute": "x T,H float; src places index; pos T,k index; y places,H same",
+    "moe_unpermute_fwd": "y places,H float; pos T,k index; weights T,k float; out T,H same",
+    "moe_unpermute_bwd": "y places,H float; pos T,k index; weights T,k float; dout T,H same; dy places,H same; "
+    "dweights T,k float",
+    "grouped_matmul_fwd": "x M,in float; weight G,out~in match; groups G index; bias G,out float; y M,out inter",
+    "grouped_matmul_bwd": "dy M,out float; x M,in same; weight G,out~in match; groups G index; dx M,in match; "
+    "dweight G,out~in match; dbias G,out float",
+    "moe_experts_fwd": f"{_EXPERTS}; out T,H same",
+    "quantize": "x *,D kernel; q *,D int8",
+    "grouped_matmul_swiglu_quant": f"{_PRODUCT_INT8}; smooth_scale G,inner fp32; q M,inner int8; q_scale M fp32",
+    "grouped_matmul_quant": f"{_PRODUCT_INT8}; y M,out kernel",
+    "moe_experts_quant": "x T,H kernel; ids T,k index; weights T,k float; down E,H~inner int8; down_scale E,H fp32; "
+    "gate_up E,gate_up~H int8; gate_up_scale E,gate_up fp32; out T,H same",
+    "moe_experts_bwd": f"{_EXPERTS}; dout T,H same; dx T,H same; dweights T,k float; dgate_up E,gate_up~H match; "
+    "ddown E,H~inner match; dshared_gate J,H match; dshared_up J,H match; dshared_down H,J match; "
+    "dshared_router H match",
 }
 CONTRACTS = {op: [item.split() for item in text.split(";")] for op, text in CONTRACTS.items()}
 
@@ -155,6 +188,8 @@ def _dimensions(op, name, text, given, d):
         if part[0] in "@#":
             tokens = "T" if part[0] == "@" else "NT"
             names += [{"H": part[1:], "T": tokens}.get(n, n) for n in order.split(",")]
+        elif "~" in part:
+            names += reversed(part.split("~")) if given["weight_axes"] == "kn" else part.split("~")
         elif "^" in part:
             kept = name == "snapshots" and given.get("save_states")  # what a backward wants is K-first always
             names += reversed(part.split("^")) if given["state_v_first"] and not kept else part.split("^")
@@ -206,7 +241,8 @@ def _check_devices(op, given):
 def check(op, given):
     """Raises ValueError or TypeError for tensors that do not fit the contract. given: all arguments by name."""
     _check_devices(op, given)
-    d = {name: given[name] for name in ("tokens", "HK", "HV", "K", "V") if name in given}  # sizes by name
+    sizes = ("tokens", "HK", "HV", "K", "V", "top_k", "num_experts")
+    d = {name: given[name] for name in sizes if name in given}  # sizes by name
     if op == "gdn_packed_decode":
         separate = given["projection"] == "qkv"
         d["Z"] = d["HV"] * d["V"]

@@ -282,6 +282,18 @@ def _(dy, x, weight, rstd):
     return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=wide(x))
 
 
+@_fake("linear_fwd")
+def _(x, weight, bias=None):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@_fake("linear_bwd")
+def _(dy, x, weight, *, needs=7):
+    dx = x.new_empty(x.shape) if needs & 1 else _nothing(x, x.dtype)
+    dweight = weight.new_empty(weight.shape) if needs & 2 else _nothing(weight, weight.dtype)
+    return dx, dweight, weight.new_empty(weight.shape[:1]) if needs & 4 else _nothing(weight, weight.dtype)
+
+
 @_fake("partial_rope_fwd")
 def _(x, cos, sin, **_options):
     return x.new_empty(x.shape)

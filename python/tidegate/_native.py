@@ -49,6 +49,7 @@ else:
             _use_fallback(f"the native library is not loaded: {load_error}", REINSTALL)
 if load_error is None or fallback is not None:
     import tidegate._autograd  # noqa: F401  (imports the fake kernels too)
+    import tidegate._autograd_moe  # noqa: F401
 
 
 def require():

@@ -31,7 +31,7 @@ def _switches(above, options):
 VARIABLES = (
     Variable("TIDEGATE_PATCH", "enabled", "switch"),
     *_switches("enabled", "fused_ops discovery"),
-    *_switches("fused_ops", "gdn rmsnorm gated_rmsnorm rope swiglu attention moe"),
+    *_switches("fused_ops", "gdn rmsnorm gated_rmsnorm rope swiglu attention linear moe"),
     *_switches("gdn", "gdn_layer"),
     Variable("TIDEGATE_GDN_CHUNK", "gdn_chunk", "switch", "gdn"),
     Variable("TIDEGATE_GDN_RECURRENT", "gdn_recurrent", "switch", "gdn"),
@@ -65,6 +65,7 @@ class PatchOptions:
     rope: bool = True
     swiglu: bool = True
     attention: bool = True
+    linear: bool = True  # taken only where torch has no product for the type
     moe: bool = True
     router: bool = True
     sparse_moe: bool = True

@@ -83,6 +83,11 @@ void check_data_type(std::string_view op, Named t) {
         ": expected dtype float32, bfloat16, float16 or float64, got dtype ", t.tensor.dtype);
 }
 
+void check_kernel_type(std::string_view op, Named t) {
+  check(is_float(t.tensor.dtype) && t.tensor.dtype != DType::kF64, op, ": ", t.name,
+        ": expected dtype float32, bfloat16 or float16, got dtype ", t.tensor.dtype);
+}
+
 void check_float(std::string_view op, Named t) { check_data_type(op, t); }
 
 void check_dtype(std::string_view op, Named t, DType expected) {

@@ -18,6 +18,8 @@ struct Named {
 
 // fp32, bf16, fp16, fp64: what a data tensor may be.
 void check_data_type(std::string_view op, Named t);
+// The same without fp64: operators that have no fp64 path.
+void check_kernel_type(std::string_view op, Named t);
 void check_float(std::string_view op, Named t);
 void check_dtype(std::string_view op, Named t, DType expected);
 void check_same_dtype(std::string_view op, Named t, Named like);

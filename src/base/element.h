@@ -48,8 +48,16 @@ inline void write_element(const TensorView& t, std::int64_t offset, double value
     case DType::kF64:
       t.as<double>()[offset] = value;
       return;
-    default:
-      return;  // integers are never outputs of an operator
+    case DType::kI32:
+      t.as<std::int32_t>()[offset] = static_cast<std::int32_t>(value);
+      return;
+    case DType::kI64:
+      t.as<std::int64_t>()[offset] = static_cast<std::int64_t>(value);
+      return;
+    case DType::kI8:
+    case DType::kBool:
+      t.as<std::int8_t>()[offset] = static_cast<std::int8_t>(value);
+      return;
   }
 }
 

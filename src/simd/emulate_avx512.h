@@ -207,6 +207,44 @@ TIDEGATE_EMULATED simde__m512 dot(simde__m512 acc, simde__m512bh a, simde__m512b
   return join(dot_half(h.v[0], x[0], y[0]), dot_half(h.v[1], x[1], y[1]));
 }
 
+// Integer products, as AVX2 has them on half the width. SIMDe's byte product goes through 16 bits lane by lane.
+struct IntegerHalves {
+  __m256i v[2];
+};
+TIDEGATE_EMULATED IntegerHalves split_integers(simde__m512i a) {
+  IntegerHalves h;
+  memcpy(&h, &a, sizeof h);
+  return h;
+}
+TIDEGATE_EMULATED simde__m512i join_integers(__m256i low, __m256i high) {
+  const IntegerHalves h = {{low, high}};
+  simde__m512i a;
+  memcpy(&a, &h, sizeof a);
+  return a;
+}
+TIDEGATE_EMULATED simde__m512i multiply_words(simde__m512i a, simde__m512i b) {
+  const IntegerHalves x = split_integers(a);
+  const IntegerHalves y = split_integers(b);
+  return join_integers(_mm256_madd_epi16(x.v[0], y.v[0]), _mm256_madd_epi16(x.v[1], y.v[1]));
+}
+TIDEGATE_EMULATED __m256i dot_bytes_half(__m256i acc, __m256i a, __m256i b) {
+  const __m256i low = _mm256_madd_epi16(_mm256_cvtepu8_epi16(_mm256_castsi256_si128(a)),
+                                        _mm256_cvtepi8_epi16(_mm256_castsi256_si128(b)));
+  const __m256i high = _mm256_madd_epi16(_mm256_cvtepu8_epi16(_mm256_extracti128_si256(a, 1)),
+                                         _mm256_cvtepi8_epi16(_mm256_extracti128_si256(b, 1)));
+  return _mm256_add_epi32(acc, _mm256_permute4x64_epi64(_mm256_hadd_epi32(low, high), 0xd8));
+}
+TIDEGATE_EMULATED simde__m512i dot_bytes(simde__m512i acc, simde__m512i a, simde__m512i b) {
+  const IntegerHalves t = split_integers(acc);
+  const IntegerHalves x = split_integers(a);
+  const IntegerHalves y = split_integers(b);
+  return join_integers(dot_bytes_half(t.v[0], x.v[0], y.v[0]), dot_bytes_half(t.v[1], x.v[1], y.v[1]));
+}
+TIDEGATE_EMULATED simde__m512 integers_to_float(simde__m512i a) {
+  const IntegerHalves h = split_integers(a);
+  return join(_mm256_cvtepi32_ps(h.v[0]), _mm256_cvtepi32_ps(h.v[1]));
+}
+
 #undef TIDEGATE_EMULATED
 
 }  // namespace tidegate::emulated
@@ -216,11 +254,14 @@ TIDEGATE_EMULATED simde__m512 dot(simde__m512 acc, simde__m512bh a, simde__m512b
 #undef _mm512_abs_ps
 #undef _mm512_cmp_ps_mask
 #undef _mm512_cvtepi32_epi16
+#undef _mm512_cvtepi32_ps
 #undef _mm512_cvtepu16_epi32
 #undef _mm512_cvtph_ps
 #undef _mm512_cvtps_ph
 #undef _mm512_dpbf16_ps
+#undef _mm512_dpbusd_epi32
 #undef _mm512_extractf32x8_ps
+#undef _mm512_madd_epi16
 #undef _mm512_mask_blend_ps
 #undef _mm512_mask_or_epi32
 #undef _mm512_mask_storeu_ps
@@ -233,11 +274,14 @@ TIDEGATE_EMULATED simde__m512 dot(simde__m512 acc, simde__m512bh a, simde__m512b
 #define _mm512_abs_ps(a) tidegate::emulated::clear_sign(a)
 #define _mm512_cmp_ps_mask(a, b, predicate) tidegate::emulated::compare<predicate>(a, b)
 #define _mm512_cvtepi32_epi16(a) tidegate::emulated::truncate_to_u16(a)
+#define _mm512_cvtepi32_ps(a) tidegate::emulated::integers_to_float(a)
 #define _mm512_cvtepu16_epi32(a) tidegate::emulated::widen_u16(a)
 #define _mm512_cvtph_ps(a) tidegate::emulated::half_to_float(a)
 #define _mm512_cvtps_ph(a, rounding) tidegate::emulated::float_to_half<rounding>(a)
 #define _mm512_dpbf16_ps(acc, a, b) tidegate::emulated::dot(acc, a, b)
+#define _mm512_dpbusd_epi32(acc, a, b) tidegate::emulated::dot_bytes(acc, a, b)
 #define _mm512_extractf32x8_ps(a, i) tidegate::emulated::high_half(a)
+#define _mm512_madd_epi16(a, b) tidegate::emulated::multiply_words(a, b)
 #define _mm512_mask_blend_ps(k, no, yes) tidegate::emulated::blend(k, no, yes)
 #define _mm512_mask_or_epi32(src, k, a, b) tidegate::emulated::masked_or(src, k, a, b)
 #define _mm512_mask_storeu_ps(p, k, a) tidegate::emulated::store_floats(p, k, a)

@@ -1,10 +1,10 @@
 """The finders of the ops `packed` and `attention`, for the patch engine."""
 
-import copy
 import functools
 
 from tidegate.packed import attention, support
 from tidegate.packed.forward import prepare
+from tidegate.patch import registry
 from tidegate.patch.site import ForwardSite, Site, call_original
 
 PACKED, ATTENTION = "packed", "attention"
@@ -86,81 +86,6 @@ def find_packed(root, options):
 find_packed.ops = (PACKED,)
 
 
-def _configs(config, found=None):
-    """A config and those inside it."""
-    found = {} if found is None else found
-    found[id(config)] = config
-    for value in vars(config).values():
-        if hasattr(value, "to_dict") and hasattr(value, "model_type") and id(value) not in found:
-            _configs(value, found)
-    return found
-
-
-class AttentionSite(Site):
-    """Selects our attention function by name, on a copy of the config that belongs to this model alone.
-
-    `module` is the outermost one that holds the config, so that all holders are inside it.
-    """
-
-    def __init__(self, path, module, text_model):
-        super().__init__(path, ATTENTION, module, "C:registry")
-        self.text_model = text_model
-        self.pairs = []  # (our copy, the user's config)
-
-    def _install(self):
-        attention.register()
-        originals = _configs(self.module.__dict__["config"])
-        memo = {}
-        copy.deepcopy(self.module.__dict__["config"], memo)
-        self.pairs = [(memo[key], original) for key, original in originals.items()]
-        self._rebind({key: memo[key] for key in originals})
-        self.selected, self.before = self.text_model.config, self.text_model.config._attn_implementation
-        self.selected._attn_implementation = attention.NAME
-        self.facts = self._facts()
-
-    def _facts(self):
-        """The values of our copy but for the name, to see whether the user has changed any."""
-        return self.pairs[0][0].to_dict()
-
-    def _remove(self):
-        changed = self._facts() != self.facts or not self.intact()
-        if self.selected._attn_implementation == attention.NAME:
-            self.selected._attn_implementation = self.before
-        if not changed:
-            self._rebind({id(ours): theirs for ours, theirs in self.pairs})
-        return False
-
-    def _rebind(self, to):
-        for module in self.module.modules():
-            target = to.get(id(module.__dict__.get("config")))
-            if target is not None:
-                module.config = target
-
-    def intact(self):
-        return self.text_model.config._attn_implementation == attention.NAME
-
-    def repair(self):
-        if self.installed and not self.intact():
-            self.selected = self.text_model.config
-            self.selected._attn_implementation = attention.NAME
-
-    def copy_to(self, module, memo):
-        twin = super().copy_to(module, memo)
-        for name in ("text_model", "pairs", "selected"):
-            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
-        return twin
-
-
-def _holder(root, text_model):
-    """(path, module) of the outermost module with a config of its own that holds the text model and its config."""
-    for path, module in root.named_modules():
-        config = module.__dict__.get("config")
-        if hasattr(config, "to_dict") and id(text_model.config) in _configs(config):
-            if any(inner is text_model for inner in module.modules()):
-                return path, module
-    return None
-
-
 def find_attention(root, options):
     """One site for every text model: its full-attention layers read one name in one config."""
     sites = []
@@ -168,7 +93,7 @@ def find_attention(root, options):
         layers = [layer.self_attn for layer in module.layers if hasattr(layer, "self_attn")]
         if not layers:
             continue
-        holder = _holder(root, module)
+        holder = registry.holder(root, module.config, module)
         strange = next((layer for layer in layers if not support.uses_registry(layer)), None)
         indexed = next((layer for layer in layers if hasattr(layer, "indexer")), None)
         if holder is None or strange is not None:
@@ -181,7 +106,8 @@ def find_attention(root, options):
         elif indexed is not None:
             sites.append(Site(path, ATTENTION, module).refuse(f"{type(indexed).__name__} attends to indexed tokens"))
         else:
-            sites.append(AttentionSite(path, holder[1], module))
+            names = ("_attn_implementation", attention.PATCHED)
+            sites.append(registry.RegistrySite(path, ATTENTION, holder[1], module, names, attention.register))
     return sites
 
 

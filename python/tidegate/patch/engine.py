@@ -17,6 +17,7 @@ OPS = {  # every op that a site can have, and the switch that governs it
     "rope": "rope",
     "swiglu": "swiglu",
     "attention": "attention",
+    "linear": "linear",
     "packed": "fused_ops",
     "router": "router",
     "experts": "gmm",
@@ -53,9 +54,9 @@ def _names(ops):
 def finders():
     """The functions find(root, options) -> sites, in the order in which sites are installed."""
     from tidegate.packed.sites import find_attention, find_packed
-    from tidegate.patch import gdn, moe, norms, rope
+    from tidegate.patch import gdn, linear, moe, norms, rope
 
-    return [gdn.find, norms.find_gated, norms.find, rope.find, moe.find, find_attention, find_packed]
+    return [gdn.find, norms.find_gated, norms.find, rope.find, linear.find, moe.find, find_attention, find_packed]
 
 
 def _find(root, asked, options):

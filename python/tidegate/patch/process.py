@@ -14,7 +14,7 @@ from tidegate.patch.gdn_families import FAMILIES, family_of
 from tidegate.patch.gdn_original import AttributeSite, attributes_of
 from tidegate.patch.handle import PatchHandle
 from tidegate.patch.resolve import named_modules
-from tidegate.patch.site import MISSING, Site, record_of
+from tidegate.patch.site import MISSING, Site, foreign_forward, record_of
 
 # How older modeling files, whose layers copy the functions when they are made, call what others name torch_...
 OLDER = {
@@ -72,7 +72,9 @@ def _sites(family, functions):
         sites = [
             AttributeSite(f"{family} layer {layer.layer_idx}", "gdn_layer", layer, "J:attributes", attributes)
             for layer in made
-            if record_of(layer) is None and (attributes := attributes_of(layer, functions))
+            if record_of(layer) is None
+            and foreign_forward(layer) is None
+            and (attributes := attributes_of(layer, functions))
         ]
         return [GlobalsSite(file.__name__, file, renamed), *sites]
     here = {name: function for name, function in functions.items() if name in file.__dict__}

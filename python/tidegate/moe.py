@@ -1,0 +1,129 @@
+"""Mixture of experts: router, grouped products, the experts of a layer, and the experts function for Transformers."""
+
+import torch
+
+from tidegate._native import ops
+
+NAME = "tidegate"  # in Transformers' registry of experts functions
+
+
+def moe_route(
+    logits,
+    k,
+    renormalise=True,
+    weights_dtype=None,
+    logits_rounding=None,
+    replay_ids=None,
+    return_probs=False,
+):
+    """The k experts of every token and their weights: (ids int32 [T,k], weights [T,k]), and probs [T,E] if asked for.
+
+    Ids are ranked by the logits, the lowest id first among equal ones, so they do not depend on batch or threads.
+    replay_ids [T,k] is a choice made before: weights and gradients are then those of the present logits.
+    """
+    weights, ids, probs = ops.moe_route_fwd(
+        logits,
+        replay_ids,
+        top_k=k,
+        renormalise=renormalise,
+        logits_rounding=logits_rounding,
+        weights_dtype=weights_dtype,
+        output_probs=return_probs,
+    )
+    return (ids, weights, probs) if return_probs else (ids, weights)
+
+
+def grouped_matmul(x, weight, groups, bias=None, *, weight_axes="nk", group_list="counts", out_dtype=None):
+    """y[j] = W_g x[j] for the rows of group g; rows outside all groups are 0.
+
+    groups [G] holds counts or their cumsum. weight is [G,N,K] ("nk") or [G,K,N] ("kn"); a transposed view is used as
+    it is, never copied.
+    """
+    return ops.grouped_matmul_fwd(
+        x, weight, groups, bias, weight_axes=weight_axes, group_list=group_list, out_dtype=out_dtype
+    )
+
+
+def moe_experts(
+    x,
+    ids,
+    weights,
+    gate_up,
+    down,
+    shared_gate=None,
+    shared_up=None,
+    shared_down=None,
+    shared_router=None,
+    *,
+    weight_axes="nk",
+    interleaved=False,
+    ids_convention="plain",
+    round_y=False,
+):
+    """sum over slots of weights * down(silu(gate x) * (up x)), plus sigmoid(<shared_router, x>) times a shared expert.
+
+    x [T,H], ids and weights [T,k], gate_up [E,2I,H], down [E,H,I] as models store them; id -1 is nobody.
+    """
+    return ops.moe_experts_fwd(
+        x,
+        ids,
+        weights,
+        gate_up,
+        down,
+        shared_gate,
+        shared_up,
+        shared_down,
+        shared_router,
+        weight_axes=weight_axes,
+        interleaved=interleaved,
+        ids_convention=ids_convention,
+        round_y=round_y,
+    )
+
+
+def _is_silu(act):
+    return isinstance(act, torch.nn.SiLU) or act is torch.nn.functional.silu or type(act).__name__ == "SiLUActivation"
+
+
+def why_not(module):
+    """Why experts_forward cannot run a Transformers experts module; None if it can."""
+    for flag, expected in (("has_gate", True), ("has_bias", False), ("has_post_expert_norm", False)):
+        value = getattr(module, flag, expected)
+        if value != expected:
+            return f"{flag}: expected {expected}, got {value}"
+    for name in ("gate_up_proj", "down_proj"):
+        if not isinstance(getattr(module, name, None), torch.Tensor):
+            return f"{name}: expected a tensor, got {type(getattr(module, name, None)).__name__}"
+    apply_gate = getattr(type(module), "_apply_gate", None)
+    if apply_gate is not None and apply_gate.__name__ != "_default_apply_gate":
+        return "_apply_gate: expected the default silu(gate) * up, got one of the module's own"
+    if not _is_silu(getattr(module, "act_fn", None)):
+        return f"act_fn: expected SiLU, got {type(getattr(module, 'act_fn', None)).__name__}"
+    if not getattr(module, "is_concatenated", True):
+        return "is_concatenated: expected True, got False"
+    return None
+
+
+def experts_forward(self, hidden_states, top_k_index, top_k_weights):
+    """The experts function of Transformers: hidden_states [T,H], top_k_index and top_k_weights [T,k]."""
+    reason = why_not(self)
+    if reason is not None:
+        raise ValueError(f"tidegate: {type(self).__name__}: {reason}")
+    # Ids of other ranks are num_experts; releases without the flag always read them so.
+    foreign = getattr(self, "_is_expert_parallel", True)
+    return moe_experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        self.gate_up_proj,
+        self.down_proj,
+        weight_axes="kn" if getattr(self, "is_transposed", False) else "nk",
+        ids_convention="transformers_ep" if foreign else "plain",
+    )
+
+
+def register_experts():
+    """Makes "tidegate" a name for model.set_experts_implementation(); again is harmless."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -1,0 +1,156 @@
+"""int8 experts for inference: weights with a scale a row, tokens with a scale each, sums exact in int32."""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from tidegate._native import ops
+from tidegate.moe import why_not
+
+
+def quantize(x, axis=-1):
+    """(int8 numbers, fp32 scales): q = x / scale, scale = max |x| / 127 along axis (-1 or -2)."""
+    return ops.quantize(x, axis=axis)
+
+
+def grouped_matmul_quant(
+    x, weight, groups, weight_scale, x_scale, *, weight_axes="nk", group_list="counts", out_dtype=torch.float32
+):
+    """y[j] = (W_g x[j]) * weight_scale_g * x_scale[j] for the rows of group g; rows outside all groups are 0."""
+    return ops.grouped_matmul_quant(
+        x, weight, groups, weight_scale, x_scale, weight_axes=weight_axes, group_list=group_list, out_dtype=out_dtype
+    )
+
+
+def grouped_matmul_swiglu_quant(
+    x, weight, groups, weight_scale, x_scale, smooth_scale=None, *, weight_axes="nk", group_list="counts"
+):
+    """silu(gate) * up of the product above, quantised again: (q int8 [M,I], q_scale [M])."""
+    return ops.grouped_matmul_swiglu_quant(
+        x, weight, groups, weight_scale, x_scale, smooth_scale, weight_axes=weight_axes, group_list=group_list
+    )
+
+
+def npu_grouped_matmul_swiglu_quant(x, weight, group_list, weight_scale, x_scale, *, bias=None, offset=None):
+    """The same under the name and conventions of torch_npu: weight [E,K,N], group_list a cumsum, three results.
+
+    The third, the offset of an asymmetric result, is empty; bias and offset are reserved there and refused here.
+    """
+    for name, value in (("bias", bias), ("offset", offset)):
+        if value is not None:
+            raise ValueError(f"npu_grouped_matmul_swiglu_quant: {name}: expected None, got a tensor")
+    q, scale = grouped_matmul_swiglu_quant(
+        x, weight, group_list, weight_scale, x_scale, weight_axes="kn", group_list="cumsum"
+    )
+    return q, scale, scale.new_empty((0,))
+
+
+def moe_experts_quant(
+    x, ids, weights, gate_up, gate_up_scale, down, down_scale, *, weight_axes="nk", ids_convention="plain"
+):
+    """moe_experts with int8 weights [E,2I,H], [E,H,I] and scales [E,2I], [E,H]; tokens are quantised on the way."""
+    return ops.moe_experts_quant(
+        x,
+        ids,
+        weights,
+        gate_up,
+        gate_up_scale,
+        down,
+        down_scale,
+        weight_axes=weight_axes,
+        ids_convention=ids_convention,
+    )
+
+
+class QuantizedExperts(nn.Module):
+    """Stands in for a Transformers experts module: same call, int8 weights as buffers."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.weight_axes = "kn" if getattr(experts, "is_transposed", False) else "nk"
+        self.num_experts = getattr(experts, "num_experts", experts.gate_up_proj.shape[0])
+        # Releases without the flag always read the number of experts as "not here".
+        foreign = getattr(experts, "_is_expert_parallel", True)
+        self.ids_convention = "transformers_ep" if foreign else "plain"
+        axis = -1 if self.weight_axes == "nk" else -2
+        for name in ("gate_up", "down"):
+            with torch.no_grad():
+                q, scale = quantize(getattr(experts, f"{name}_proj").detach(), axis)
+            self.register_buffer(name, q)
+            self.register_buffer(f"{name}_scale", scale)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return moe_experts_quant(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            self.gate_up,
+            self.gate_up_scale,
+            self.down,
+            self.down_scale,
+            weight_axes=self.weight_axes,
+            ids_convention=self.ids_convention,
+        )
+
+    def extra_repr(self):
+        return f"int8, {self.num_experts} experts, weight_axes={self.weight_axes}"
+
+
+def _bytes(module):
+    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+
+
+@dataclasses.dataclass
+class QuantizedModel:
+    """What quantize_experts has replaced."""
+
+    modules: list  # (parent, attribute, name in the model, original or None)
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    def undo(self):
+        """Puts the original experts back. Possible only with keep_original=True."""
+        for parent, attribute, name, original in self.modules:
+            if original is None:
+                raise RuntimeError(f"quantize_experts: {name}: the original was not kept: use keep_original=True")
+            setattr(parent, attribute, original)
+        self.modules = []
+
+    def __str__(self):
+        kept = any(original is not None for *_, original in self.modules)
+        text = (
+            f"{len(self.modules)} experts modules: {self.bytes_before / 2**20:.1f} MiB -> "
+            f"{self.bytes_after / 2**20:.1f} MiB int8"
+        )
+        return text + (" (originals kept: both are in memory)" if kept else " (originals released)")
+
+
+def quantize_experts(model, *, keep_original=False):
+    """Replaces every experts module (3-D gate_up_proj and down_proj) of a Transformers model by an int8 one.
+
+    For inference: a call that wants a gradient raises. Router, shared expert, norms and attention stay as they are.
+    keep_original=True allows undo() and keeps both copies in memory. print() of the result says what memory it took.
+    """
+    found = []
+    for path, parent in model.named_modules():
+        for attribute, child in parent.named_children():
+            tensors = [getattr(child, n, None) for n in ("gate_up_proj", "down_proj")]
+            if all(isinstance(t, torch.Tensor) and t.dim() == 3 for t in tensors):
+                name = f"{path}.{attribute}" if path else attribute
+                reason = why_not(child)
+                if reason is not None:
+                    raise ValueError(f"quantize_experts: {name}: {reason}")
+                found.append((parent, attribute, name, child))
+    if not found:
+        raise ValueError("quantize_experts: model: expected experts with 3-D gate_up_proj and down_proj, got none")
+    result = QuantizedModel([])
+    for i, (parent, attribute, name, child) in enumerate(found):
+        replacement = QuantizedExperts(child).train(child.training)
+        result.bytes_before += _bytes(child)
+        result.bytes_after += _bytes(replacement)
+        setattr(parent, attribute, replacement)
+        result.modules.append((parent, attribute, name, child if keep_original else None))
+        found[i] = None  # one module's weights at a time are in memory twice
+        del child
+    return result

@@ -1,0 +1,138 @@
+// Rows times weights whose inner index runs along memory, straight from where both stand: for few rows, where packing
+// weights would cost more than multiplying by them.
+//
+// The order of every sum, here and in chains.kernel.h: stretches of kStretch inner indices, added up in their order; in
+// a stretch lane l takes the elements l, l + kLanes, ... (bf16 times bf16: the pairs l, l + kLanes, ...), and the lanes
+// are added as sum() does. Both files give the same bits for any number of rows.
+#pragma once
+
+#include "simd/panels.h"
+
+namespace tidegate::TIDEGATE_ISA {
+namespace {
+
+constexpr int64_t kStretch = 256;  // a panel of so many rows stays in the first cache
+
+// Accumulators, both vectors of every row and one weight fill the register file. With a dot product for pairs nothing
+// is taken apart and a tile can be larger.
+#if TIDEGATE_ISA_ID == 1
+constexpr int kDotRows = 2, kDotColumns = 2;
+#elif TIDEGATE_ISA_ID == 4
+constexpr int kDotRows = 6, kDotColumns = 4;
+#else
+constexpr int kDotRows = 2, kDotColumns = 4;
+#endif
+
+// The two vectors of a group of 2 kLanes elements; of pairs if both factors are bf16.
+template <class T>
+TIDEGATE_INLINE F32x2 load_group(const T* p, const void*) {
+  return {load(p), load(p + kLanes)};
+}
+TIDEGATE_INLINE F32x2 load_group(const bf16* p, const bf16*) { return load2(p); }
+
+template <int R, int C>
+struct Dots {
+  F32 v[R][C];
+};
+
+template <int R, int C, class X, class W>
+TIDEGATE_INLINE void add_group(Dots<R, C>& t, const X* const* x, const W* const* w, int64_t i) {
+  F32x2 rows[R];
+  for (int r = 0; r < R; ++r) {
+    rows[r] = load_group(x[r] + i, w[0]);
+  }
+  for (int c = 0; c < C; ++c) {
+    const F32x2 column = load_group(w[c] + i, x[0]);
+    for (int r = 0; r < R; ++r) {
+      t.v[r][c] = fma(rows[r].b, column.b, t.v[r][c]);
+    }
+    for (int r = 0; r < R; ++r) {
+      t.v[r][c] = fma(rows[r].a, column.a, t.v[r][c]);
+    }
+  }
+}
+#if TIDEGATE_ISA_ID == 4
+template <int R, int C>
+TIDEGATE_INLINE void add_group(Dots<R, C>& t, const bf16* const* x, const bf16* const* w, int64_t i) {
+  Bf16Pairs rows[R];
+  for (int r = 0; r < R; ++r) {
+    rows[r] = load_pairs(x[r] + i);
+  }
+  for (int c = 0; c < C; ++c) {
+    const Bf16Pairs column = load_pairs(w[c] + i);
+    for (int r = 0; r < R; ++r) {
+      t.v[r][c] = dot(t.v[r][c], rows[r], column);
+    }
+  }
+}
+#endif
+
+// out[r][c] = <x_r, w_c>; `ahead`: elements from a weight to the one that is asked for early, 0: none.
+template <int R, int C, class X, class W>
+inline void dot_tile(const X* const* x, const W* const* w, int64_t n, int64_t ahead, float* out, int64_t pitch,
+                     bool accumulate) {
+  for (int64_t begin = 0; begin < n || begin == 0; begin += kStretch) {
+    const int64_t end = n - begin < kStretch ? n : begin + kStretch;
+    for (int64_t i = begin; ahead != 0 && i < end; i += 64 / static_cast<int64_t>(sizeof(W))) {
+      for (int c = 0; c < C; ++c) {
+        prefetch(w[c] + ahead + i);
+      }
+    }
+    Dots<R, C> t;
+    for (int r = 0; r < R; ++r) {
+      for (int c = 0; c < C; ++c) {
+        t.v[r][c] = zero();
+      }
+    }
+    int64_t i = begin;
+    for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+      add_group(t, x, w, i);
+    }
+    for_lanes(end - i, [&](int64_t k, auto lanes) {
+      for (int c = 0; c < C; ++c) {
+        const F32 column = lanes.get(w[c] + i + k);
+        for (int r = 0; r < R; ++r) {
+          t.v[r][c] = fma(lanes.get(x[r] + i + k), column, t.v[r][c]);
+        }
+      }
+    });
+    for (int r = 0; r < R; ++r) {
+      for (int c = 0; c < C; ++c) {
+        float& to = out[r * pitch + c];
+        to = begin == 0 && !accumulate ? sum(t.v[r][c]) : to + sum(t.v[r][c]);
+      }
+    }
+  }
+}
+
+// A group of columns stays in the first cache while the rows pass by.
+template <class X, class W>
+void dot_block(const X* const* x, int64_t rows, const W* weight, int64_t step, int64_t columns, int64_t n, float* out,
+               int64_t pitch, bool accumulate) {
+  for (int64_t c = 0; c < columns; c += kDotColumns) {
+    const int64_t count = columns - c < kDotColumns ? columns - c : kDotColumns;
+    const W* w[kDotColumns];
+    for (int j = 0; j < count; ++j) {
+      w[j] = weight + (c + j) * step;
+    }
+    for (int64_t r = 0; r < rows;) {
+      const int64_t left = rows - r < kDotRows ? rows - r : kDotRows;
+      const auto tile = [&](int64_t, auto size) {
+        constexpr int kRows = decltype(size)::value;
+        if (count == kDotColumns) {
+          dot_tile<kRows, kDotColumns>(x + r, w, n, r == 0 ? kDotColumns * step : 0, out + r * pitch + c, pitch,
+                                       accumulate);
+          return;
+        }
+        for (int64_t j = 0; j < count; ++j) {
+          dot_tile<kRows, 1>(x + r, w + j, n, 0, out + r * pitch + c + j, pitch, accumulate);
+        }
+      };
+      one_tile<kDotRows>(0, left, tile);
+      r += left;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tidegate::TIDEGATE_ISA

@@ -1,0 +1,182 @@
+// The backward of the experts. gate and up are computed again; what is kept of a pair are a, dgate and dup, in x's
+// type.
+#include <cstring>
+
+#include "ops/moe_experts/collect.h"
+
+namespace tidegate::moe_experts {
+namespace {
+
+using namespace grouped_matmul;
+
+// What the backward of a set needs and leaves behind.
+struct Trail {
+  const void** dout_rows;  // [places]
+  char *dgate, *dup;       // [places][width], absent: not wanted
+  float* dfactors;         // [places][blocks]: parts of <da, a>, absent: not wanted
+  std::int64_t blocks;
+  bool wants_da, wants_a;
+};
+
+struct Needs {
+  bool x, factors, hidden, down;  // dx; the routing weights or the gate; gate and up; down
+};
+
+Trail make_trail(const Plan& p, const Set& s, const TensorView& dout, const Needs& needs, std::int64_t blocks,
+                 Scratch& scratch) {
+  Trail t{};
+  t.dout_rows = row_pointers(s.places, scratch, [&](std::int64_t j) { return row_at(dout, s.src[j] / s.slots); });
+  t.blocks = blocks;
+  const auto bytes = static_cast<std::size_t>(std::max<std::int64_t>(s.places * s.width(), 1) * p.bytes);
+  if (needs.x || needs.hidden) {
+    t.dgate = static_cast<char*>(scratch.bytes(bytes));
+    t.dup = static_cast<char*>(scratch.bytes(bytes));
+  }
+  if (needs.factors) {
+    t.dfactors = scratch.floats(std::max<std::int64_t>(s.places * blocks, 1));
+  }
+  t.wants_da = needs.x || needs.hidden || needs.factors;
+  t.wants_a = needs.down;
+  return t;
+}
+
+// gate, up and da of a block, then what follows from them.
+void run_block(const Plan& p, const Set& s, const Trail& trail, const BlockTasks::Task& t) {
+  Scratch own;
+  const std::int64_t size = t.rows * kBlockColumns;
+  float* gate = own.floats(size);
+  float* up = own.floats(size);
+  float* da = own.floats(size);
+  float* room = own.floats(grouped_matmul_kernels_for(active_isa()).room_floats);
+  const void* const* rows = s.x_rows + t.row;
+  multiply({s.gate, t.group, t.column, t.columns, false}, rows, p.type, t.rows, gate, kBlockColumns, false, room);
+  multiply({s.up, t.group, t.column, t.columns, false}, rows, p.type, t.rows, up, kBlockColumns, false, room);
+  Activation v{};
+  if (trail.wants_da) {
+    multiply({s.down, t.group, t.column, t.columns, true}, trail.dout_rows + t.row, p.type, t.rows, da, kBlockColumns,
+             false, room);
+    v.da = da;
+    v.factors = s.place_weights + t.row;
+  }
+  const std::int64_t at = (t.row * s.width() + t.column) * p.bytes;
+  v.gate = gate;
+  v.up = up;
+  v.rows = t.rows;
+  v.columns = t.columns;
+  v.pitch = kBlockColumns;
+  v.a = trail.wants_a ? s.a + at : nullptr;
+  v.a_row = s.width();
+  v.dgate = trail.dgate != nullptr ? trail.dgate + at : nullptr;
+  v.dup = trail.dgate != nullptr ? trail.dup + at : nullptr;
+  v.dh_row = s.width();
+  v.dfactors = trail.dfactors != nullptr ? trail.dfactors + t.row * trail.blocks + t.column_block : nullptr;
+  v.dfactors_step = trail.blocks;
+  moe_experts_kernels_for(active_isa()).backward[p.type](v);
+}
+
+// <da, a> of a place, its blocks in their order.
+float factor_gradient(const Trail& t, std::int64_t place) {
+  float total = 0.0f;
+  for (std::int64_t b = 0; b < t.blocks; ++b) {
+    total += t.dfactors[place * t.blocks + b];
+  }
+  return total;
+}
+
+const void** hidden_rows(const Plan& p, const Set& s, const char* data, Scratch& scratch) {
+  return row_pointers(s.places, scratch, [&](std::int64_t j) { return data + j * s.width() * p.bytes; });
+}
+
+void weight_gradients(const Plan& p, const Set& s, const Trail& t, const Weights* dgate, const Weights* dup,
+                      const Weights* ddown) {
+  Scratch own;
+  OuterProducts q{nullptr, s.x_rows, nullptr, p.type, p.type, s.offsets, s.groups, false};
+  for (int i = 0; i < 2; ++i) {
+    if (const Weights* out = i == 0 ? dgate : dup; out != nullptr) {
+      q.left = hidden_rows(p, s, i == 0 ? t.dgate : t.dup, own);
+      outer_products(q, *out);
+    }
+  }
+  if (ddown != nullptr) {
+    q.left = t.dout_rows;
+    q.right = hidden_rows(p, s, s.a, own);
+    q.factors = s.place_weights;
+    outer_products(q, *ddown);
+  }
+}
+
+}  // namespace
+
+void backward(const Plan& p, const TensorView& dout, const MoeExpertsGradients& g, const MoeExpertsOptions& o,
+              Scratch& scratch) {
+  const bool router = p.has_shared && (g.dx.defined() || g.dshared_router.defined());
+  const Needs needs[2] = {
+      {g.dx.defined(), g.dweights.defined(), g.dgate_up.defined(), g.ddown.defined()},
+      {g.dx.defined(), router, g.dshared_gate.defined() || g.dshared_up.defined(), g.dshared_down.defined()}};
+  const BlockTasks routed(p.routed.offsets, p.routed.groups, p.routed.width(), scratch);
+  const BlockTasks shared(p.shared.offsets, p.shared.groups, p.has_shared ? p.shared.width() : 0, scratch);
+  const Trail trails[2] = {
+      make_trail(p, p.routed, dout, needs[0], routed.column_blocks(), scratch),
+      p.has_shared ? make_trail(p, p.shared, dout, needs[1], shared.column_blocks(), scratch) : Trail{}};
+  parallel_for(gate_tasks(p), [&](std::int64_t i) { run_gate_task(p, i); });
+  parallel_for(routed.count() + shared.count(), [&](std::int64_t i) {
+    const bool first = i < routed.count();
+    const Trail& t = trails[first ? 0 : 1];
+    if (t.wants_da || t.wants_a) {
+      run_block(p, first ? p.routed : p.shared, t, first ? routed[i] : shared[i - routed.count()]);
+    }
+  });
+  const std::int64_t k = p.routed.slots;
+  for (std::int64_t i = 0; g.dweights.defined() && i < p.T * k; ++i) {
+    const std::int64_t place = p.routed.pos[i];
+    write_element(g.dweights, offset_of(g.dweights, i / k, i % k),
+                  place < 0 ? 0.0f : factor_gradient(trails[0], place));
+  }
+  float* steps = nullptr;  // of the shared gate's logit
+  if (router) {
+    steps = scratch.floats(std::max<std::int64_t>(p.T, 1));
+    for (std::int64_t t = 0; t < p.T; ++t) {
+      steps[t] = p.shared_gate[t] * (1.0f - p.shared_gate[t]) * factor_gradient(trails[1], t);
+    }
+  }
+  if (g.dx.defined()) {
+    collect(
+        p, g.dx,
+        [&](const Set& s, std::int64_t e, std::int64_t place, std::int64_t count, std::int64_t column,
+            std::int64_t columns, float* to, float* room) {
+          const Trail& t = trails[&s == &p.routed ? 0 : 1];
+          const void* rows[kBlockRows];
+          for (int i = 0; i < 2; ++i) {
+            for (std::int64_t r = 0; r < count; ++r) {
+              rows[r] = (i == 0 ? t.dgate : t.dup) + (place + r) * s.width() * p.bytes;
+            }
+            multiply({i == 0 ? s.gate : s.up, e, column, columns, true}, rows, p.type, count, to, kCollectColumns,
+                     i == 1, room);
+          }
+        },
+        [&](Combine& c, std::int64_t first, std::int64_t column) {
+          c.direction = p.has_shared ? p.router + column : nullptr;
+          c.steps = p.has_shared ? steps + first : nullptr;
+        });
+  }
+  const GateUp both = g.dgate_up.defined() ? gate_up_of(g.dgate_up, o) : GateUp{};
+  const Weights down = g.ddown.defined() ? weights_of(g.ddown, o.weight_axes) : Weights{};
+  weight_gradients(p, p.routed, trails[0], g.dgate_up.defined() ? &both.gate : nullptr,
+                   g.dgate_up.defined() ? &both.up : nullptr, g.ddown.defined() ? &down : nullptr);
+  if (!p.has_shared) {
+    return;
+  }
+  const auto matrix = [](const TensorView& t) { return t.defined() ? matrix_of(t) : Weights{}; };
+  const Weights shared_out[3] = {matrix(g.dshared_gate), matrix(g.dshared_up), matrix(g.dshared_down)};
+  weight_gradients(p, p.shared, trails[1], g.dshared_gate.defined() ? &shared_out[0] : nullptr,
+                   g.dshared_up.defined() ? &shared_out[1] : nullptr,
+                   g.dshared_down.defined() ? &shared_out[2] : nullptr);
+  if (g.dshared_router.defined()) {
+    const void** rows = row_pointers(p.T, scratch, [&](std::int64_t t) { return steps + t; });
+    const TensorView& r = g.dshared_router;
+    outer_products({rows, p.shared.x_rows, nullptr, 0, p.type, p.shared.offsets, 1, false},
+                   {static_cast<char*>(r.data), 1, p.H, 0, p.H, 1, data_type_index(r.dtype), dtype_bytes(r.dtype)});
+  }
+}
+
+}  // namespace tidegate::moe_experts

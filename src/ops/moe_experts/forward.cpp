@@ -1,0 +1,55 @@
+// The forward of the experts in two parallel regions: silu(gate) * up of all pairs, then down and the sum over slots.
+#include "ops/moe_experts/collect.h"
+
+namespace tidegate::moe_experts {
+
+using namespace grouped_matmul;
+
+void forward(const Plan& p, const TensorView& out, Scratch& scratch) {
+  const BlockTasks routed(p.routed.offsets, p.routed.groups, p.routed.width(), scratch);
+  const BlockTasks shared(p.shared.offsets, p.shared.groups, p.has_shared ? p.shared.width() : 0, scratch);
+  const std::int64_t blocks = routed.count() + shared.count();
+  const grouped_matmul::Kernels& products = grouped_matmul_kernels_for(active_isa());
+  const auto activate = moe_experts_kernels_for(active_isa()).forward[p.type];
+  parallel_for(blocks + gate_tasks(p), [&](std::int64_t i) {
+    if (i >= blocks) {
+      run_gate_task(p, i - blocks);
+      return;
+    }
+    const Set& s = i < routed.count() ? p.routed : p.shared;
+    const BlockTasks::Task t = i < routed.count() ? routed[i] : shared[i - routed.count()];
+    Scratch own;
+    float* gate = own.floats(t.rows * kBlockColumns);
+    float* up = own.floats(t.rows * kBlockColumns);
+    float* room = own.floats(products.room_floats);
+    const void* const* rows = s.x_rows + t.row;
+    multiply({s.gate, t.group, t.column, t.columns, false}, rows, p.type, t.rows, gate, kBlockColumns, false, room);
+    multiply({s.up, t.group, t.column, t.columns, false}, rows, p.type, t.rows, up, kBlockColumns, false, room);
+    Activation v{};
+    v.gate = gate;
+    v.up = up;
+    v.rows = t.rows;
+    v.columns = t.columns;
+    v.pitch = kBlockColumns;
+    v.a = s.a + (t.row * s.width() + t.column) * p.bytes;
+    v.a_row = s.width();
+    activate(v);
+  });
+  collect(
+      p, out,
+      [&](const Set& s, std::int64_t g, std::int64_t place, std::int64_t count, std::int64_t column,
+          std::int64_t columns, float* to, float* room) {
+        const void* rows[kBlockRows];
+        for (std::int64_t r = 0; r < count; ++r) {
+          rows[r] = s.a + (place + r) * s.width() * p.bytes;
+        }
+        multiply({s.down, g, column, columns, false}, rows, p.type, count, to, kCollectColumns, false, room);
+      },
+      [&](Combine& c, std::int64_t first, std::int64_t) {
+        c.weights = p.routed.pair_weights + first * p.routed.slots;
+        c.shared_weights = p.has_shared ? p.shared_gate + first : nullptr;
+        c.round_y = p.round_y;
+      });
+}
+
+}  // namespace tidegate::moe_experts

@@ -1,0 +1,113 @@
+// What a call of the experts is made of, and the parts that its two directions share.
+#include "ops/moe_experts/plan.h"
+
+#include <cmath>
+
+#include "tidegate/cpu.h"
+
+namespace tidegate::moe_experts {
+namespace {
+
+using namespace grouped_matmul;
+
+constexpr std::int64_t kGateTokens = 64;  // of a task
+
+void set_places(Set& s, const Routing& r, const std::int32_t* ids, std::int64_t slots, const TensorView& x,
+                Scratch& scratch) {
+  s.groups = r.experts;
+  s.places = r.routed();
+  s.slots = slots;
+  s.offsets = r.offsets;
+  s.src = r.src;
+  s.pos = r.pos;
+  s.ids = ids;
+  s.x_rows = row_pointers(s.places, scratch, [&](std::int64_t j) { return row_at(x, s.src[j] / slots); });
+  s.a = take<char>(scratch, s.places * s.width() * dtype_bytes(x.dtype));
+}
+
+}  // namespace
+
+Plan make_plan(const MoeExpertsInputs& in, const std::int32_t* ids, const MoeExpertsOptions& o, Scratch& scratch) {
+  Plan p{};
+  p.T = in.x.sizes[0];
+  p.H = in.x.sizes[1];
+  p.type = data_type_index(in.x.dtype);
+  p.bytes = dtype_bytes(in.x.dtype);
+  p.round_y = o.round_y;
+  const std::int64_t k = in.ids.sizes[1];
+  const GateUp both = gate_up_of(in.gate_up, o);
+  p.routed.gate = both.gate;
+  p.routed.up = both.up;
+  p.routed.down = weights_of(in.down, o.weight_axes);
+  set_places(p.routed, sort_pairs(ids, p.T * k, in.gate_up.sizes[0], scratch), ids, k, in.x, scratch);
+  auto* pair_weights = take<float>(scratch, p.T * k);
+  for (std::int64_t i = 0; i < p.T * k; ++i) {
+    pair_weights[i] = static_cast<float>(read_element(in.weights, offset_of(in.weights, i / k, i % k)));
+  }
+  auto* place_weights = take<float>(scratch, p.routed.places);
+  for (std::int64_t j = 0; j < p.routed.places; ++j) {
+    place_weights[j] = pair_weights[p.routed.src[j]];
+  }
+  p.routed.pair_weights = pair_weights;
+  p.routed.place_weights = place_weights;
+  p.has_shared = in.shared_gate.defined();
+  if (!p.has_shared) {
+    return p;
+  }
+  p.shared.gate = matrix_of(in.shared_gate);
+  p.shared.up = matrix_of(in.shared_up);
+  p.shared.down = matrix_of(in.shared_down);
+  auto* zeros = take<std::int32_t>(scratch, p.T);
+  std::fill(zeros, zeros + p.T, 0);
+  set_places(p.shared, sort_pairs(zeros, p.T, 1, scratch), zeros, 1, in.x, scratch);
+  p.shared_gate = take<float>(scratch, p.T);
+  p.shared.pair_weights = p.shared_gate;
+  p.shared.place_weights = p.shared_gate;
+  auto* router = take<float>(scratch, p.H);
+  copy_parameter(in.shared_router, router);
+  p.router = router;
+  return p;
+}
+
+std::int64_t gate_tasks(const Plan& p) { return p.has_shared ? (p.T + kGateTokens - 1) / kGateTokens : 0; }
+
+void run_gate_task(const Plan& p, std::int64_t task) {
+  const std::int64_t first = task * kGateTokens;
+  const std::int64_t count = std::min(kGateTokens, p.T - first);
+  const grouped_matmul::Kernels& kernels = grouped_matmul_kernels_for(active_isa());
+  Scratch own;
+  Block b{};
+  b.rows = p.shared.x_rows + first;
+  b.row_type = p.type;
+  b.row_count = count;
+  b.columns = 1;
+  b.inner = p.H;
+  b.out = p.shared_gate + first;
+  b.pitch = 1;
+  b.room = own.floats(kernels.room_floats);
+  set_weight(b, p.router, p.H, 1, 0);
+  kernels.product(b);
+  for (std::int64_t t = first; t < first + count; ++t) {
+    p.shared_gate[t] = static_cast<float>(1.0 / (1.0 + std::exp(-static_cast<double>(p.shared_gate[t]))));
+  }
+}
+
+void multiply(const Factor& f, const void* const* rows, int row_type, std::int64_t count, float* out,
+              std::int64_t pitch, bool accumulate, float* room) {
+  const Weights& w = f.w;
+  Block b{};
+  b.rows = rows;
+  b.row_type = row_type;
+  b.row_count = count;
+  b.columns = f.columns;
+  b.inner = f.transposed ? w.N : w.K;
+  b.out = out;
+  b.pitch = pitch;
+  b.accumulate = accumulate;
+  b.room = room;
+  set_weight(b, f.transposed ? w.at(f.group, 0, f.first) : w.at(f.group, f.first, 0), f.transposed ? w.column : w.row,
+             f.transposed ? w.row : w.column, w.type);
+  grouped_matmul_kernels_for(active_isa()).product(b);
+}
+
+}  // namespace tidegate::moe_experts
