@@ -31,8 +31,8 @@ _libraries = []  # torch forgets the operators of a library that nobody holds
 
 def _missing(name):
     raise NotImplementedError(
-        f"{name}: this operator needs the native library (see tidegate.report()). Single stages of the chunked delta "
-        "rule have no fallback; chunk_gated_delta_rule_fwd and its gradient have one"
+        f"{name}: this operator needs the native library (see tidegate.report()). Experts, quantised weights and "
+        "single stages of the chunked delta rule have no fallback; chunk_gated_delta_rule_fwd and its gradient have one"
     )
 
 
@@ -150,6 +150,7 @@ def warning(cause, remedy):
     """The text that a user sees once."""
     affected = ", ".join(sorted({name.removesuffix("_fwd").removesuffix("_bwd") for name in KERNELS}))
     return (
-        f"tidegate runs in plain torch: {cause}. Affected: all operators ({affected}); the single stages of the "
-        f"chunked rule are missing. Results are the same within rounding, {SLOWER}. Remedy: {remedy}"
+        f"tidegate runs in plain torch: {cause}. Affected: all operators ({affected}); experts, quantised weights and "
+        "the single stages of the chunked rule are missing. Results are the same within rounding, "
+        f"{SLOWER}. Remedy: {remedy}"
     )
