@@ -9,8 +9,9 @@ shift
 folder=.venv-transformers
 before=${PYTHONPATH:-}
 models=$(grep -l tiny_models tests/test_*.py)
-# What can depend on flash-linear-attention being importable.
+# What can depend on flash-linear-attention being importable, and twinkle's bridge, which needs its package too.
 beside_fla="tests/test_matrix_cell.py tests/test_patch_models.py tests/test_registration.py tests/test_fla_backend.py"
+beside_fla="$beside_fla tests/test_contrib_twinkle.py"
 status=0
 
 # unmet <folder>: what the packages in a folder require and the environment has in another version
@@ -53,7 +54,8 @@ for cell in "$@"; do
   if [ "$cell" != "$release" ]; then
     # The release whose functions and registry we serve; its kernels need Triton only to be imported.
     fetch fla flash-linear-attention==0.6.0 fla-core==0.6.0 einops || { status=1; continue; }
-    path=$path:$PWD/$folder/fla files=$beside_fla
+    fetch twinkle twinkle-kit==0.5.1 || { status=1; continue; }
+    path=$path:$PWD/$folder/fla:$PWD/$folder/twinkle files=$beside_fla
   fi
   export PYTHONPATH=${path#:}${before:+:$before}
   echo "== Transformers $("$python" -c 'import transformers; print(transformers.__version__)'), flash-linear-attention" \

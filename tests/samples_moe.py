@@ -114,13 +114,13 @@ def _scales(*shape):
 
 
 def _matmul_int8(smooth):
-    first = [_int8(7, 6), _int8(3, 4, 6), COUNTS, _scales(3, 4), _scales(7)]
+    first = [_int8(5, 6), _int8(3, 4, 6), COUNTS, _scales(3, 4), _scales(5)]
     turned = _int8(3, 4, 6).transpose(1, 2)
-    second = [_int8(7, 6), turned, SUMS, _scales(3, 4), _scales(7)]
-    options = {"weight_axes": "kn", "group_list": "cumsum"}
+    second = [_int8(5, 6), turned, SUMS, _scales(3, 4), _scales(5)]
+    plain, options = {"weight_axes": "nk", "group_list": "counts"}, {"weight_axes": "kn", "group_list": "cumsum"}
     if smooth:
-        return [([*first, _scales(3, 2)], {}), (second, options)]
-    return [(first, {}), (second, {**options, "out_dtype": torch.bfloat16})]
+        return [([*first, _scales(3, 2)], plain), (second, options)]
+    return [(first, plain), (second, {**options, "out_dtype": torch.bfloat16})]
 
 
 def _experts_int8():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from packed_case import packs
 from tiny_models import build, linear_layers, logits, relative, tokens
 
 import tidegate
@@ -15,7 +16,7 @@ def steps(model, ids, **kwargs):
     """Losses of three training steps."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for _ in range(3):
-        loss = model(ids, labels=ids, **kwargs).loss
+        loss = model(ids, **{"labels": ids, **kwargs}).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -40,6 +41,18 @@ def test_training_steps_are_those_of_the_model_alone():
     plain, ours = build("qwen3_5"), build("qwen3_5")
     kernel.kernelize(ours, bridge.mapping())
     assert relative(steps(ours, ids), steps(plain, ids)) <= 1e-5
+
+
+def test_padding_free_training_has_the_losses_of_padded_training():
+    """Samples of one length: padding-free is one packed row, the other way is a batch without any padding."""
+    ids = tokens(2, 40)
+    rows, packed = build("qwen3_5"), build("qwen3_5")
+    for model in (rows, packed):
+        kernel.kernelize(model, bridge.mapping())
+    if not packs(packed):
+        pytest.skip("this release cannot be packed")
+    batch = tidegate.pack(list(ids))
+    assert relative(steps(packed, batch.pop("input_ids"), **batch), steps(rows, ids)) <= 1e-5
 
 
 def test_nothing_to_patch_is_an_error():

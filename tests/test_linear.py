@@ -84,6 +84,7 @@ def test_where_torch_is_fast_it_is_left_alone(monkeypatch):
     assert not torch_is_slow(torch.float32)
 
 
+@pytest.mark.skipif(tidegate.isa() == "fallback", reason="patch leaves linear layers to torch")
 def test_linear_layers_of_a_model(monkeypatch):
     """Patched and stock model are equally far from fp32, forward and backward."""
     monkeypatch.setattr(sites, "torch_is_slow", lambda dtype: dtype == torch.bfloat16)
@@ -93,8 +94,7 @@ def test_linear_layers_of_a_model(monkeypatch):
     patched = tiny_models.build("qwen3_5", dtype=torch.bfloat16)
     handle = tidegate.patch(patched, ops=("linear",))
     count = sum(isinstance(m, torch.nn.Linear) for m in patched.modules())
-    rows = handle.report().only(op="linear")
-    assert [row.status for row in rows] == ["fallback" if tidegate.isa() == "fallback" else "installed"] * count
+    assert len(handle.report().only(op="linear", status="installed")) == count
     ids = tiny_models.tokens(1, 70)
     outputs = {}
     for name, model in (("truth", truth), ("stock", stock), ("patched", patched)):
@@ -110,6 +110,7 @@ def test_linear_layers_of_a_model(monkeypatch):
     assert_bits("logits", patched(input_ids=ids, use_cache=False).logits, before)
 
 
+@pytest.mark.skipif(tidegate.isa() == "fallback", reason="patch leaves linear layers to torch")
 def test_autocast_runs_the_original(monkeypatch):
     monkeypatch.setattr(sites, "torch_is_slow", lambda dtype: dtype == torch.bfloat16)
     layer = torch.nn.Sequential(torch.nn.Linear(8, 8).bfloat16())

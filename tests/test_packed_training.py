@@ -8,6 +8,8 @@ import torch
 from packed_case import assert_equal_runs, batch_of, gradients, packable, patched, samples, separate, together
 
 import tidegate
+from tidegate.errors import PackedInputError
+from tidegate.packed import attention
 
 pytest.importorskip("transformers")
 LENGTHS = (24, 40)
@@ -91,7 +93,7 @@ def test_one_config_two_models():
     want = tiny_models.logits(second, ids)
     handle = tidegate.patch(first)
     assert second.config is config and config._attn_implementation == before
-    assert first.config._attn_implementation == first.model.config._attn_implementation == "tidegate"
+    assert first.config._attn_implementation == first.model.config._attn_implementation == "tidegate_packed"
     assert torch.equal(tiny_models.logits(second, ids), want)
     assert "tidegate" not in first.config.to_json_string()
     handle.undo()
@@ -130,6 +132,22 @@ def test_a_copy_is_packed_and_can_be_undone():
     assert torch.equal(tiny_models.logits(model, ids, **batch), want)
     stock = tiny_models.build("qwen3_5")
     assert torch.equal(tiny_models.logits(twin, ids), tiny_models.logits(stock, ids))
+
+
+def test_by_name_without_a_patch():
+    """The name alone changes nothing: positions that restart are seen as before, and boundaries are honoured."""
+    attention.register()
+    model = tiny_models.build("qwen3_5", layer_types=["full_attention"] * 4)
+    ids, batch = batch_of(LENGTHS)
+    positions = dict(position_ids=batch["position_ids"], use_cache=False)
+    want = tiny_models.logits(model, ids, **positions)
+    model.set_attn_implementation("tidegate")
+    assert torch.equal(tiny_models.logits(model, ids, **positions), want)
+    cu = batch["cu_seq_lens_q"]
+    got = tiny_models.logits(model, ids, cu_seq_lens_q=cu, use_cache=False)
+    assert tiny_models.relative(got, want) <= 1e-5
+    with pytest.raises(PackedInputError, match="tidegate.patch the model"):
+        model(ids, cu_seq_lens_q=cu, **positions)
 
 
 def test_padding_is_kept():

@@ -212,8 +212,3 @@ def test_a_million_values_of_the_gated_norm():
 
 def test_swiglu_has_no_operator_yet():
     assert tidegate.patch(tiny.build("qwen3_5", layers=2)).report().only(op="swiglu") == []
-
-
-def test_experts_wait_for_their_operator():
-    rows = tidegate.patch(tiny.build("qwen3_5_moe", layers=2)).report().only(op="experts")
-    assert len(rows) == 2 and rows[0].status == "absent"

@@ -11,6 +11,7 @@ import tidegate
 from tidegate import moe
 from tidegate.errors import NothingPatchedError, SelfTestError
 
+pytestmark = pytest.mark.skipif(tidegate.isa() == "fallback", reason="patch leaves experts to the model")
 FAMILIES = ("qwen3_5_moe", "qwen3_next")
 
 
@@ -24,8 +25,7 @@ def step(model, ids):
 def test_logits_and_gradients(family):
     stock, patched = tiny_models.build(family), tiny_models.build(family)
     handle = tidegate.patch(patched, ops=("experts",))
-    status = "fallback" if tidegate.isa() == "fallback" else "installed"
-    assert [row.status for row in handle.report().only(op="experts")] == [status]
+    assert [row.status for row in handle.report().only(op="experts")] == ["installed"]
     ids = tiny_models.tokens(2, 40)
     exact = tiny_models.build(family).double()
     exact.set_experts_implementation("eager")

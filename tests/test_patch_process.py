@@ -1,5 +1,9 @@
 """patch() without a model, and what else is shared by all models of a process."""
 
+import pathlib
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -81,3 +85,35 @@ def test_kernels_that_reset_forwards():
     assert tidegate.report(other) == []
     handle.undo()
     assert not handle.installed and "_tidegate" not in tiny.linear_layers(model)[0].__dict__
+
+
+RUN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, tidegate, tiny_models as tiny
+model, ids = tiny.build("qwen3_5", layers=2), tiny.tokens()
+if "--unpatched" not in sys.argv:
+    tidegate.patch(model)
+tiny.gradients(model, ids)
+assert model.generate(ids, max_new_tokens=8, do_sample=False).shape == (2, 48)
+"""
+
+
+def run(*arguments):
+    here = str(pathlib.Path(__file__).parent)
+    return subprocess.run([sys.executable, "-c", RUN, here, *arguments], capture_output=True, text=True, timeout=300)
+
+
+def test_no_crash_and_no_advice():
+    """A fresh process: a patched model runs with any packages, and is not told to install others."""
+    result = run()
+    assert result.returncode == 0 and "falling back to its reference" not in result.stderr, result.stderr[-2000:]
+
+
+def test_flash_linear_attention_without_a_gpu():
+    """What the patch cures: newer releases take FLA for granted where it is installed."""
+    pytest.importorskip("fla")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    newer = "chunk_gated_delta_rule" not in tiny.linear_layers(tiny.build("qwen3_5", layers=2))[0].__dict__
+    assert (run("--unpatched").returncode != 0) == newer

@@ -143,7 +143,8 @@ def test_mutable_forms_are_for_inference(name):
     for call in samples(name):
         args, kwargs = copied(*call)
         before = {k: v.detach().clone() for k, v in arguments(op, args, kwargs).items() if k in written(op)}
-        args[0] = args[0].clone().requires_grad_()
+        place = next(i for i, a in enumerate(args) if torch.is_tensor(a) and a.is_floating_point())
+        args[place] = args[place].clone().requires_grad_()
         base = name.partition(".")[0]
         with pytest.raises(RuntimeError, match=f"{base}: this form writes in place and is for inference only"):
             op(*args, **kwargs)

@@ -48,7 +48,11 @@ else:
         if not options.flag("require_native"):
             _use_fallback(f"the native library is not loaded: {load_error}", REINSTALL)
 if load_error is None or fallback is not None:
-    import tidegate._autograd  # noqa: F401  (imports the fake kernels too)
+    try:
+        import tidegate._autograd  # noqa: F401  (imports the fake kernels too)
+    except AttributeError as error:
+        # Its operators are registered by now and cannot be defined again, so there is no way around it.
+        raise ImportError(f"{library_path} is of another version of tidegate ({error}): {REINSTALL}") from error
     import tidegate._autograd_moe  # noqa: F401
 
 

@@ -240,6 +240,10 @@ TIDEGATE_EMULATED simde__m512i dot_bytes(simde__m512i acc, simde__m512i a, simde
   const IntegerHalves y = split_integers(b);
   return join_integers(dot_bytes_half(t.v[0], x.v[0], y.v[0]), dot_bytes_half(t.v[1], x.v[1], y.v[1]));
 }
+TIDEGATE_EMULATED simde__m512i widen_bytes(__m256i a) {
+  return join_integers(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(a)),
+                       _mm256_cvtepi8_epi16(_mm256_extracti128_si256(a, 1)));
+}
 TIDEGATE_EMULATED simde__m512 integers_to_float(simde__m512i a) {
   const IntegerHalves h = split_integers(a);
   return join(_mm256_cvtepi32_ps(h.v[0]), _mm256_cvtepi32_ps(h.v[1]));
@@ -254,6 +258,7 @@ TIDEGATE_EMULATED simde__m512 integers_to_float(simde__m512i a) {
 #undef _mm512_abs_ps
 #undef _mm512_cmp_ps_mask
 #undef _mm512_cvtepi32_epi16
+#undef _mm512_cvtepi8_epi16
 #undef _mm512_cvtepi32_ps
 #undef _mm512_cvtepu16_epi32
 #undef _mm512_cvtph_ps
@@ -274,6 +279,7 @@ TIDEGATE_EMULATED simde__m512 integers_to_float(simde__m512i a) {
 #define _mm512_abs_ps(a) tidegate::emulated::clear_sign(a)
 #define _mm512_cmp_ps_mask(a, b, predicate) tidegate::emulated::compare<predicate>(a, b)
 #define _mm512_cvtepi32_epi16(a) tidegate::emulated::truncate_to_u16(a)
+#define _mm512_cvtepi8_epi16(a) tidegate::emulated::widen_bytes(a)
 #define _mm512_cvtepi32_ps(a) tidegate::emulated::integers_to_float(a)
 #define _mm512_cvtepu16_epi32(a) tidegate::emulated::widen_u16(a)
 #define _mm512_cvtph_ps(a) tidegate::emulated::half_to_float(a)

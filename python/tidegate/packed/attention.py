@@ -109,7 +109,10 @@ def attention_forward(
 def _check(module, query, key, value, attention_mask, dropout, is_causal):
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None:
-        raise PackedInputError("packed input takes no attention mask; its boundaries say which tokens meet")
+        raise PackedInputError(
+            "packed input takes no attention mask; its boundaries say which tokens meet. tidegate.patch the model: "
+            "without that a mask is made as soon as positions restart"
+        )
     if dropout:
         raise PackedInputError(f"packed attention has no dropout, got attention_dropout={dropout}; set it to 0")
     if not causal:
@@ -145,13 +148,15 @@ def attention_mask(*args, **kwargs):
     return None if plain else sdpa_mask(*args, **kwargs)
 
 
-NAME = "tidegate"
+NAME = "tidegate"  # for models that are not patched: SDPA's own masks, which see positions restart
+PATCHED = "tidegate_packed"  # for models whose forward looks after restarts
 
 
 def register():
-    """Makes the name known to Transformers; it acts on models whose config selects it."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    """Makes the names known to Transformers; they act on models whose config selects them."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, attention_mask)
+    for name, mask in ((NAME, sdpa_mask), (PATCHED, attention_mask)):
+        ALL_ATTENTION_FUNCTIONS.register(name, attention_forward)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)

@@ -106,7 +106,8 @@ def find_attention(root, options):
         elif indexed is not None:
             sites.append(Site(path, ATTENTION, module).refuse(f"{type(indexed).__name__} attends to indexed tokens"))
         else:
-            sites.append(registry.RegistrySite(path, ATTENTION, holder[1], module, "_attn_implementation", attention))
+            names = ("_attn_implementation", attention.PATCHED)
+            sites.append(registry.RegistrySite(path, ATTENTION, holder[1], module, names, attention.register))
     return sites
 
 

@@ -5,7 +5,7 @@ import inspect
 import torch
 from torch import nn
 
-from tidegate.packed.attention import NAME
+from tidegate.packed.attention import PATCHED
 from tidegate.patch.site import record_of
 
 TEXT_MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -78,7 +78,7 @@ def state_refusal(text_model):
             why = _mixer_refusal(layer, mixer)
             if why:
                 return f"layers.{i}.linear_attn {why}"
-        elif layer.self_attn.config._attn_implementation != NAME:
+        elif layer.self_attn.config._attn_implementation != PATCHED:
             found = layer.self_attn.config._attn_implementation
             return f"full attention runs {found!r}, which does not see boundaries; patch with the op attention"
     return ""

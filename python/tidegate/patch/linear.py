@@ -2,6 +2,7 @@
 
 import torch
 
+from tidegate import _native
 from tidegate.errors import SelfTestError
 from tidegate.linear import linear, torch_is_slow
 from tidegate.patch.resolve import is_sharded, named_modules
@@ -40,6 +41,8 @@ def _test(module):
 
 def find(root, options):
     sites = []
+    if _native.fallback:  # plain torch is what the layer has already
+        return sites
     for path, module in named_modules(root):
         if not isinstance(module, torch.nn.Linear) or not torch_is_slow(module.weight.dtype):
             continue

@@ -2,20 +2,15 @@
 
 import torch
 
-from tidegate import moe
+from tidegate import _native, moe
 from tidegate.errors import SelfTestError
 from tidegate.patch import registry
 from tidegate.patch.resolve import named_modules
 from tidegate.patch.site import Site
 
 EXPERTS, ROUTER = "experts", "router"
-ATTRIBUTE = "_experts_implementation"
+NAMES = ("_experts_implementation", moe.NAME)
 TOKENS, SLOTS = 3, 2  # of the self-test: at most six experts are widened to fp32
-
-
-class Source:
-    NAME = moe.NAME
-    register = staticmethod(moe.register_experts)
 
 
 def is_experts(module):
@@ -61,11 +56,13 @@ def _test(module):
 def find(root, options):
     """One site for every config that names an experts function; it governs all experts below it."""
     sites, seen = [], {}
+    if _native.fallback:  # the model's own experts are as fast there
+        return sites
     for path, module in named_modules(root):
         if not is_experts(module):
             continue
         config = module.__dict__.get("config")
-        if not hasattr(config, ATTRIBUTE) or not hasattr(module, "has_gate"):
+        if not hasattr(config, NAMES[0]) or not hasattr(module, "has_gate"):
             why = f"{type(module).__name__} does not ask Transformers' registry of experts functions"
             sites.append(Site(path, EXPERTS, module).refuse(why))
             continue
@@ -76,7 +73,9 @@ def find(root, options):
         known = seen.get(id(config))
         if known is None:
             if why is None:
-                site = registry.RegistrySite(path, EXPERTS, where[1], module, ATTRIBUTE, Source, test=_test(module))
+                site = registry.RegistrySite(
+                    path, EXPERTS, where[1], module, NAMES, moe.register_experts, test=_test(module)
+                )
             else:
                 site = Site(path, EXPERTS, module)
             seen[id(config)] = site

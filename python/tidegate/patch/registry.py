@@ -29,12 +29,13 @@ class RegistrySite(Site):
     """Selects our function by name, on a copy of the config that belongs to this model alone.
 
     `module` is the outermost one that holds the config, so that all holders are inside it; `user` reads `attribute` of
-    its config; `source` has our NAME and register().
+    its config, where our function is called `ours`; register() makes the name known.
     """
 
-    def __init__(self, path, op, module, user, attribute, source, **options):
+    def __init__(self, path, op, module, user, names, register, **options):
         super().__init__(path, op, module, "B:registry" if op == "experts" else "C:registry", **options)
-        self.user, self.attribute, self.source = user, attribute, source
+        self.user, self.register = user, register
+        self.attribute, self.ours = names
         self.pairs = []  # (our copy, the user's config)
 
     @property
@@ -42,14 +43,14 @@ class RegistrySite(Site):
         return getattr(self.user.config, self.attribute, None)
 
     def _install(self):
-        self.source.register()
+        self.register()
         originals = _configs(self.module.__dict__["config"])
         memo = {}
         copy.deepcopy(self.module.__dict__["config"], memo)
         self.pairs = [(memo[key], original) for key, original in originals.items()]
         self._rebind({key: memo[key] for key in originals})
         self.selected, self.before = self.user.config, self.name
-        setattr(self.selected, self.attribute, self.source.NAME)
+        setattr(self.selected, self.attribute, self.ours)
         self.facts = self._facts()
 
     def _facts(self):
@@ -58,7 +59,7 @@ class RegistrySite(Site):
 
     def _remove(self):
         changed = self._facts() != self.facts or not self.intact()
-        if getattr(self.selected, self.attribute) == self.source.NAME:
+        if getattr(self.selected, self.attribute) == self.ours:
             setattr(self.selected, self.attribute, self.before)
         if not changed:
             self._rebind({id(ours): theirs for ours, theirs in self.pairs})
@@ -71,12 +72,12 @@ class RegistrySite(Site):
                 module.config = target
 
     def intact(self):
-        return self.name == self.source.NAME
+        return self.name == self.ours
 
     def repair(self):
         if self.installed and not self.intact():
             self.selected = self.user.config
-            setattr(self.selected, self.attribute, self.source.NAME)
+            setattr(self.selected, self.attribute, self.ours)
 
     def copy_to(self, module, memo):
         twin = super().copy_to(module, memo)

@@ -73,11 +73,6 @@ inline void dot_tile(const X* const* x, const W* const* w, int64_t n, int64_t ah
                      bool accumulate) {
   for (int64_t begin = 0; begin < n || begin == 0; begin += kStretch) {
     const int64_t end = n - begin < kStretch ? n : begin + kStretch;
-    for (int64_t i = begin; ahead != 0 && i < end; i += 64 / static_cast<int64_t>(sizeof(W))) {
-      for (int c = 0; c < C; ++c) {
-        prefetch(w[c] + ahead + i);
-      }
-    }
     Dots<R, C> t;
     for (int r = 0; r < R; ++r) {
       for (int c = 0; c < C; ++c) {
@@ -86,6 +81,11 @@ inline void dot_tile(const X* const* x, const W* const* w, int64_t n, int64_t ah
     }
     int64_t i = begin;
     for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+      if (ahead != 0 && i % (64 / static_cast<int64_t>(sizeof(W))) == 0) {  // once in a cache line
+        for (int c = 0; c < C; ++c) {
+          prefetch(w[c] + ahead + i);
+        }
+      }
       add_group(t, x, w, i);
     }
     for_lanes(end - i, [&](int64_t k, auto lanes) {

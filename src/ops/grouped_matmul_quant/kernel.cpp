@@ -1,7 +1,7 @@
 // A block of products of int8: exact sums, then the scales, then SwiGLU.
 #include "ops/grouped_matmul_quant/kernel.h"
 
-#include "simd/int8.h"
+#include "simd/int8_product.h"
 #include "simd/lanes.h"
 
 namespace tidegate::TIDEGATE_ISA {
@@ -46,6 +46,13 @@ void load_rows(const Block& b, const Parts& p) {
 // sums[r][c] for one panel of columns; the panel of columns from `next` on will follow.
 void panel_sums(const Block& b, const Parts& p, int64_t first, int64_t columns, int64_t next, int32_t* sums) {
   const int8_t* weight = b.weight + first * b.column;
+  if (b.inner == 1 && b.row_count <= kInt8Few) {
+    const auto dots = [&](int64_t, auto size) {
+      dot_int8_rows<decltype(size)::value>(p.left, left_pitch(b.width), weight, b.column, columns, b.width, sums);
+    };
+    one_tile<kInt8Few>(0, b.row_count, dots);
+    return;
+  }
   for (int64_t k = 0; k < b.width || k == 0; k += kInt8Step) {
     const int64_t n = b.width - k < kInt8Step ? b.width - k : kInt8Step;
     load_int8_panel(weight + k * b.inner, b.column, b.inner, columns, n, p.rows, p.panel);
