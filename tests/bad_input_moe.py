@@ -203,19 +203,20 @@ def matmul_int8(op):
         (op, "weight", grown("weight", 2), ValueError, "expected shape"),
         (op, "weight", as_type("weight", torch.bfloat16), TypeError, "weight: expected dtype int8"),
         (op, "groups", changed("groups", 0, -1), ValueError, "groups[0]: expected >= 0, got -1"),
-        (op, "groups", changed("groups", 2, 8), ValueError, "groups[2]: expected <= 3 (of 5 rows), got 8"),
+        (op, "groups", changed("groups", 2, 8), ValueError, "groups[2]: expected <= 5 (of 7 rows), got 8"),
         (op, "groups", grown("groups", 0), ValueError, "expected shape"),
         *sizes(op, "weight_scale", "x_scale"),
         (op, "x_scale", as_type("x_scale", HALF), TypeError, "x_scale: expected dtype float32"),
-        (op, "weight_axes", "kn", ValueError, "expected shape"),
+        (op, "weight_axes", "nk", ValueError, "expected shape"),
         (op, "weight_axes", "other", ValueError, "weight_axes: expected nk or kn, got other"),
-        (op, "group_list", "cumsum", ValueError, "groups[1]: expected >= 2, got 0"),
+        (op, "group_list", "counts", ValueError, "groups[2]: expected <= 3 (of 7 rows), got 5"),
         (op, "group_list", "other", ValueError, "group_list: expected counts or cumsum, got other"),
     ]
 
 
 INT8 = [
     ("quantize", "x", as_type("x", torch.float64), TypeError, "x: expected dtype float32, bfloat16 or float16"),
+    ("quantize", "axis", 3, ValueError, "axis: expected one of the last two dimensions, got 3"),
     ("quantize", "axis", 0, ValueError, "axis: expected one of the last two dimensions, got 0"),
     ("quantize.out", "x", grown("x", 0), ValueError, "expected shape"),
     *outputs("quantize", "q", "scale"),
@@ -235,4 +236,23 @@ INT8 = [
     *outputs("moe_experts_quant", "out"),
 ]
 
-ROWS = [*ROUTE, *ROUTING, *MATMUL, *EXPERTS, *INT8]
+LINEAR = [
+    *[
+        row
+        for op in ("linear_fwd", "linear_bwd")
+        for row in (
+            (op, "x", grown("x", -1), ValueError, "weight: expected [N, 9], got [6, 8]"),
+            (op, "weight", grown("weight", 1), ValueError, "weight: expected [N, 8], got [6, 9]"),
+            (op, "weight", nested("weight"), ValueError, "weight: expected [N, 8], got [1, 6, 8]"),
+            (op, "weight", as_type("weight", torch.float64), TypeError, "weight: expected dtype"),
+        )
+    ],
+    ("linear_fwd", "bias", grown("bias", 0), ValueError, "bias: expected [6], got [7]"),
+    ("linear_fwd", "bias", nested("bias"), ValueError, "bias: expected [6], got [1, 6]"),
+    ("linear_bwd", "dy", grown("dy", -1), ValueError, "dy: expected"),
+    ("linear_bwd", "dy", grown("dy", 0), ValueError, "dy: expected"),
+    ("linear_bwd", "dy", as_type("dy", HALF), TypeError, "dy: expected dtype"),
+    ("linear_bwd", "needs", "all", TypeError, "needs: expected type int"),
+]
+
+ROWS = [*ROUTE, *ROUTING, *MATMUL, *EXPERTS, *INT8, *LINEAR]

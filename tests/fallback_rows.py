@@ -6,10 +6,9 @@ python fallback_rows.py <file>      writes the results, prints what is not refus
 import sys
 
 import torch
-from samples import SAMPLES, samples
+from samples import SAMPLES, operators, samples
 from test_bad_input import EXPANDED, call_with, form, same_bits
 
-import tidegate
 from tidegate import fallback
 
 
@@ -22,10 +21,10 @@ def results(name):
         kwargs = {k: v for k, v in kwargs.items() if k != "states"}
         args = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args]
         with torch.no_grad():
-            made = getattr(tidegate.ops, name)(*args, **kwargs)
-        made = list(made) if isinstance(made, tuple) else [made]
+            made = form(name)(*args, **kwargs)
+        made = [] if made is None else list(made) if isinstance(made, tuple) else [made]
         made = made[:2] if kwargs.get("save_states") else made
-        found.append([*made, *(x for x in args if isinstance(x, torch.Tensor))])
+        found.append([*made, *(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))])
     return found
 
 
@@ -51,7 +50,9 @@ def wrong_values():
 
 
 if __name__ == "__main__":
-    torch.save({name: results(name) for name in SAMPLES if name in fallback.KERNELS}, sys.argv[1])
+    known = [name for name in operators() if name.partition(".")[0] in fallback.KERNELS]
+    assert {name.partition(".")[0] for name in known} == SAMPLES.keys() & fallback.KERNELS.keys()
+    torch.save({name: results(name) for name in known}, sys.argv[1])
     for row in wrong_values():
         print(row)
     print("rows done")

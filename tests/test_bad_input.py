@@ -104,10 +104,11 @@ def test_wrong_dtype_and_device(name):
             others = [torch.float32, torch.uint8, torch.int8, torch.int16] + [torch.bool] * (not flags)
             text += " bool, int32 or int64, got dtype" if flags else " int32 or int64, got dtype"
         if right.dtype == torch.int8:
-            others, text = [torch.float32, torch.uint8, torch.int32], f"{argument}: expected dtype"
+            others, text = [torch.float32, torch.uint8, torch.int32], f"{argument}: expected dtype int8, got dtype"
+        known = not right.is_floating_point() and right.dtype != torch.int8  # by their list of types
         for wrong in (*others, torch.complex64):
             given[argument] = right.to(wrong)
-            assert_refused(name, given, TypeError, "expected dtype" if right.is_floating_point() else text)
+            assert_refused(name, given, TypeError, text if known else "expected dtype")
             assert_refused(name, as_meta(given), TypeError, text)
         if sum(isinstance(v, torch.Tensor) for v in given.values()) > 1:
             given[argument] = right.to("meta")

@@ -36,6 +36,7 @@ def test_values_and_gradients(dtype, shape):
         assert_close(name, x, want, 1e-6)
 
 
+@pytest.mark.skipif(tidegate.isa() == "fallback", reason="plain torch does not promise equal bits")
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_row_has_the_same_bits_in_every_batch(dtype):
     x, weight, bias = problem(dtype, (70, 96))
@@ -92,7 +93,8 @@ def test_linear_layers_of_a_model(monkeypatch):
     patched = tiny_models.build("qwen3_5", dtype=torch.bfloat16)
     handle = tidegate.patch(patched, ops=("linear",))
     count = sum(isinstance(m, torch.nn.Linear) for m in patched.modules())
-    assert len(handle.report().only(op="linear", status="installed")) == count
+    rows = handle.report().only(op="linear")
+    assert [row.status for row in rows] == ["fallback" if tidegate.isa() == "fallback" else "installed"] * count
     ids = tiny_models.tokens(1, 70)
     outputs = {}
     for name, model in (("truth", truth), ("stock", stock), ("patched", patched)):

@@ -57,7 +57,8 @@ def test_experts_and_their_gradients(dtype, J, form):
     for name, x, want, loops in zip(names, got, truth, plain, strict=False):
         assert x.dtype == (torch.float32 if name == "dweights" else dtype)
         if dtype == torch.float32:
-            assert_close(name, x, want, 1e-6, loops)
+            # Plain torch is no better than plain torch: the largest error is a promise of the native kernels.
+            assert_close(name, x, want, 1e-6, None if tidegate.isa() == "fallback" else loops)
         else:
             assert error(x, want) < 3e-3, name
 

@@ -24,7 +24,8 @@ def step(model, ids):
 def test_logits_and_gradients(family):
     stock, patched = tiny_models.build(family), tiny_models.build(family)
     handle = tidegate.patch(patched, ops=("experts",))
-    assert [row.status for row in handle.report().only(op="experts")] == ["installed"]
+    status = "fallback" if tidegate.isa() == "fallback" else "installed"
+    assert [row.status for row in handle.report().only(op="experts")] == [status]
     ids = tiny_models.tokens(2, 40)
     exact = tiny_models.build(family).double()
     exact.set_experts_implementation("eager")

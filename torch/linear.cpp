@@ -56,6 +56,17 @@ TensorView matrix(std::string_view op, const TensorView& weight, std::int64_t K)
   return only(weight);
 }
 
+// The product would refuse other types in its own name. fp64 all or nothing.
+void check_type(std::string_view op, std::string_view name, const TensorView& t, const TensorView& x) {
+  const bool wide = x.dtype == DType::kF64;
+  check(is_float(t.dtype) && (t.dtype == DType::kF64) == wide, op, ": ", name, ": expected dtype ",
+        wide ? "float64" : "float32, bfloat16 or float16", ", got dtype ", t.dtype);
+}
+void check_float(std::string_view op, std::string_view name, const TensorView& t) {
+  check(!t.defined() || is_float(t.dtype), op, ": ", name,
+        ": expected dtype float32, bfloat16, float16 or float64, got dtype ", t.dtype);
+}
+
 Tensor linear_fwd(Tensor x, Tensor weight, Optional bias) {
   constexpr std::string_view op = "linear_fwd";
   const TensorView given = view(op, "x", x);
@@ -65,6 +76,9 @@ Tensor linear_fwd(Tensor x, Tensor weight, Optional bias) {
   const TensorView b = view(op, "bias", bias);
   check(!b.defined() || (b.rank == 1 && b.size(0) == w.size(1)), op, ": bias: expected [", w.size(1), "], got ",
         Shape{b});
+  check_float(op, "x", xv);
+  check_type(op, "weight", w, xv);
+  check_float(op, "bias", b);
   sizes.back() = w.size(1);
   Tensor y = empty(sizes, scalar_type(xv.dtype));
   const std::int64_t rows = xv.size(0);
@@ -81,6 +95,9 @@ std::tuple<Tensor, Tensor, Tensor> linear_bwd(Tensor dy, Tensor x, Tensor weight
   const TensorView w = matrix(op, view(op, "weight", weight), xv.size(1));
   check(dyv.size(0) == xv.size(0) && dyv.size(1) == w.size(1), op, ": dy: expected [", xv.size(0), ", ", w.size(1),
         "] rows, got ", Shape{dyv});
+  check_float(op, "x", xv);
+  check_type(op, "weight", w, xv);
+  check(dyv.dtype == xv.dtype, op, ": dy: expected dtype ", xv.dtype, " (as x), got dtype ", dyv.dtype);
   const auto made = [&](std::int64_t bit, std::vector<std::int64_t> shape, DType type) {
     return (needs & bit) != 0 ? empty(std::move(shape), scalar_type(type)) : nothing(scalar_type(type));
   };

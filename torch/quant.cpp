@@ -37,7 +37,7 @@ GroupedQuantInputs inputs_of(std::string_view op, Tensor& x, const Tensor& weigh
                              const Tensor& weight_scale, const Tensor& x_scale) {
   check_index_type(op, "groups", groups);
   return {dense(op, "x", x), view(op, "x_scale", x_scale), view(op, "weight", weight),
-          view(op, "weight_scale", weight_scale), view(op, "groups", groups)};
+          view(op, "weight_scale", weight_scale), index_view(op, "groups", groups)};
 }
 GroupedQuantOptions options_of(std::string_view op, const std::string& weight_axes, const std::string& group_list) {
   return {parse_weight_axes(op, weight_axes), parse_group_list(op, group_list)};
@@ -88,7 +88,7 @@ void experts_out(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor ga
   constexpr std::string_view op = "moe_experts_quant";
   check_index_type(op, "ids", ids);
   moe_experts_quant(
-      {dense(op, "x", x), view(op, "ids", ids), view(op, "weights", weights), view(op, "gate_up", gate_up),
+      {dense(op, "x", x), index_view(op, "ids", ids), view(op, "weights", weights), view(op, "gate_up", gate_up),
        view(op, "gate_up_scale", gate_up_scale), view(op, "down", down), view(op, "down_scale", down_scale)},
       view(op, "out", out), {parse_weight_axes(op, weight_axes), parse_expert_ids(op, ids_convention)});
 }

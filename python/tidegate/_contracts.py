@@ -7,7 +7,7 @@ may be symbols: a call is refused when it is known to be wrong; otherwise nothin
     ?B     may be left out                          #H   the same with chunks in the place of tokens
     V?     the same at the end
     K^V    V,K with state_v_first                   x    input of the convolution    y   its output, as head_num says
-    n~k    k,n with weight_axes "kn"
+    n~k    k,n with weight_axes "kn"                -axis  the shape of x without its dimension `axis`
 """
 
 import torch
@@ -43,6 +43,7 @@ LIMITS = {  # of a dimension: what is expected, and what would be wrong
     "N": ("at least 2 entries", lambda d: (d["N"] < 1,)),
     "gate_up": ("twice the {inner} rows of down", lambda d: (d["gate_up"] != 2 * d["inner"],)),
     "pairs": ("one entry for each of {T} x {k} pairs", lambda d: (d["pairs"] != d["T"] * d["k"],)),
+    "half": ("half of {out} columns", lambda d: (2 * d["half"] != d["out"],)),
     "slots_each": ("at least 1 column", lambda d: (d["slots_each"] < 1,)),
 }
 
@@ -67,11 +68,11 @@ _EXPERTS = (
 )
 _PRODUCT_INT8 = "x M,in int8; weight G,out~in int8; groups G index; weight_scale G,out fp32; x_scale M fp32"
 
-_LINEAR = "x *,K float; weight N,K float"
+_LINEAR = "x *,in float; weight out,in match"
 
 CONTRACTS = {
-    "linear_fwd": f"{_LINEAR}; bias N float; y *,N same",
-    "linear_bwd": f"{_LINEAR}; dy *,N same; dx *,K same; dweight N,K float; dbias N float",
+    "linear_fwd": f"{_LINEAR}; bias out float; y *,out same",
+    "linear_bwd": f"{_LINEAR}; dy *,out same; dx *,in same; dweight out,in match; dbias out float",
     "causal_conv1d_fwd": f"{_CONV}; y y same; final_state N,D,L same",
     "causal_conv1d_bwd": f"{_CONV}; dy y same; dfinal_state N,D,L same; dx x same; dweight D,W wide; dbias D wide; "
     "dinitial_state N,D,S same",
@@ -138,8 +139,8 @@ CONTRACTS = {
     "grouped_matmul_bwd": "dy M,out float; x M,in same; weight G,out~in match; groups G index; dx M,in match; "
     "dweight G,out~in match; dbias G,out float",
     "moe_experts_fwd": f"{_EXPERTS}; out T,H same",
-    "quantize": "x *,D kernel; q *,D int8; scale axis fp32",
-    "grouped_matmul_swiglu_quant": f"{_PRODUCT_INT8}; smooth_scale G,inner fp32; q M,inner int8; q_scale M fp32",
+    "quantize": "x *,D kernel; q *,D int8; scale -axis fp32",
+    "grouped_matmul_swiglu_quant": f"{_PRODUCT_INT8}; smooth_scale G,half fp32; q M,half int8; q_scale M fp32",
     "grouped_matmul_quant": f"{_PRODUCT_INT8}; y M,out kernel",
     "moe_experts_quant": "x T,H kernel; ids T,k index; weights T,k float; down E,H~inner int8; down_scale E,H fp32; "
     "gate_up E,gate_up~H int8; gate_up_scale E,gate_up fp32; out T,H same",
@@ -183,12 +184,9 @@ def _dimensions(op, name, text, given, d):
         order = LAYOUTS[given["out_layout"]]
     if text in ("x", "y"):
         return _conv_dimensions(op, text == "y", order, given, d)
-    if text == "axis":  # x without it
-        sizes = [*d["*"], d["D"]]
-        if given["axis"] % len(sizes) < len(sizes) - 2 or not -3 < given["axis"] < len(sizes):
-            _refuse(ValueError, op, "axis", "one of the last two dimensions", given["axis"])
-        del sizes[given["axis"]]
-        return sizes
+    if text == "-axis":
+        d["*"] = [size for i, size in enumerate(given["x"].shape) if i != given["axis"] % given["x"].dim()]
+        return ["*"]
     names = []
     for part in text.split(","):
         if part[0] in "@#":
@@ -206,9 +204,6 @@ def _dimensions(op, name, text, given, d):
 
 def _check_shape(op, name, tensor, names, d):
     shape = list(tensor.shape)
-    if not names:
-        names = ["*"]
-        d = {"*": []}
     if str(names[0])[0] == "?":
         first = int(names[0][1:]) if names[0][1:].isdigit() else names[0][1:]
         given = len(shape) == len(names) and (first in d or isinstance(first, int))
@@ -257,6 +252,10 @@ def check(op, given):
         d["Z"] = d["HV"] * d["V"]
         d["D"] = 2 * d["HK"] * d["K"] + d["Z"]
         d["M"], d["G"] = (d["D"], d["HV"]) if separate else (d["D"] + d["Z"], 2 * d["HV"])
+    if "axis" in given:
+        rank = given["x"].dim()
+        if given["axis"] not in (-1, rank - 1, *((-2, rank - 2) if rank > 1 else ())):
+            _refuse(ValueError, op, "axis", "one of the last two dimensions", given["axis"])
     data = None
     contract = CONTRACTS.get(op, ())
     if "chunk_size" in given and any("C" in item[1] or "#" in item[1] for item in contract):

@@ -2,6 +2,7 @@
 
 import torch
 
+from tidegate import _native
 from tidegate._native import ops
 
 ONEDNN = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
@@ -13,6 +14,11 @@ def linear(x, weight, bias=None):
 
 
 def torch_is_slow(dtype):
-    """Whether torch has no product of its own for a 16-bit type here: it then takes 5 to 25 times as long as ours."""
+    """Whether torch has no product of its own for a 16-bit type here: it then takes 5 to 25 times as long as ours.
+
+    Without the native library ours is torch's too, so it is never called slow.
+    """
+    if _native.fallback is not None:
+        return False
     probe = getattr(torch.ops.mkldnn, ONEDNN.get(dtype, ""), None)
     return probe is not None and not probe()

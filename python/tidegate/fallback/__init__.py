@@ -8,7 +8,7 @@ The fine stages of the chunked rule are left out: they exist to be timed and tes
 import torch
 
 from tidegate import _contracts
-from tidegate.fallback import checks, conv, packing, pool_ops, rows, rule, rule_ops
+from tidegate.fallback import checks, conv, experts, packing, pool_ops, quant, routing, rows, rule, rule_ops
 from tidegate.fallback.schemas import SCHEMAS
 
 KERNELS = {
@@ -21,9 +21,19 @@ KERNELS = {
         rule_ops: "chunk_gated_delta_rule_fwd chunk_gated_delta_rule_bwd recurrent_gated_delta_rule_fwd "
         "gdn_segment_map gdn_segment_combine",
         pool_ops: "chunk_gated_delta_rule_pool recurrent_gated_delta_rule gdn_packed_decode",
+        routing: "moe_route_fwd moe_route_bwd moe_init_routing moe_permute moe_unpermute_fwd moe_unpermute_bwd",
+        experts: "grouped_matmul_fwd grouped_matmul_bwd moe_experts_fwd moe_experts_bwd linear_fwd linear_bwd",
+        quant: "quantize grouped_matmul_quant grouped_matmul_swiglu_quant moe_experts_quant",
     }.items()
     for name in names.split()
 }
+# Checks with better words than a contract has; they come first.
+FIRST = {
+    "gdn_packed_decode": pool_ops.decode_sizes,
+    "linear_fwd": experts.linear_shapes,
+    "linear_bwd": experts.linear_shapes,
+}
+KEEPS_ORDER = ("grouped_matmul_bwd", "moe_experts_bwd", "quantize")  # results lie in memory as their inputs do
 IN_PLACE = {"partial_rope_fwd": ("x",), "partial_rope_bwd": ("dy",)}
 SLOWER = "10 to 50 times slower than the native library, and with more memory"
 _libraries = []  # torch forgets the operators of a library that nobody holds
@@ -43,12 +53,8 @@ def _call(op, given, outputs):
         if str(argument.type) == "Tensor" and given[argument.name] is None:
             checks.refuse(name, argument.name, "a tensor", "none")
     written = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    if name == "gdn_packed_decode":
-        for size in ("HK", "HV", "K", "V"):
-            if given[size] < 1:
-                checks.refuse(name, size, ">= 1", given[size])
-        if given["HV"] % given["HK"]:
-            checks.refuse(name, "HV", f"a multiple of {given['HK']} (HK)", given["HV"])
+    if name in FIRST:
+        FIRST[name](name, **given)
     if name != "seqlens":  # it has better words for a wrong length
         _contracts.check(name, given)
     if name not in KERNELS:
@@ -62,7 +68,8 @@ def _call(op, given, outputs):
 
 def _defaults(op):
     """Defaults of arguments by name. A schema has a dtype as a number; the kernel's own default says the same."""
-    return {a.name: a.default_value for a in op._schema.arguments if a.has_default_value() and a.name != "dtype"}
+    found = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    return {name: value for name, value in found.items() if value is None or not name.endswith("dtype")}
 
 
 def _functional(op):
@@ -77,7 +84,8 @@ def _functional(op):
         values = results if isinstance(results, tuple) else (results,)
         made = {k: v for k, v in zip(returns, values, strict=True) if v.numel()}
         _contracts.check(name, given | made)  # an option may have asked for a type that a result cannot have
-        if given.get("out_memory") != "swapped":  # otherwise strides are those that the fake kernels promise
+        # Strides are those that the fake kernels promise.
+        if given.get("out_memory") != "swapped" and name not in KEEPS_ORDER:
             values = tuple(value.contiguous() for value in values)
         return values if isinstance(results, tuple) else values[0]
 
@@ -85,19 +93,39 @@ def _functional(op):
 
 
 # What a functional form must be told so that it computes an output that the .out form was given.
-ASKED = {"final_state": "output_final_state"}
-TYPES = {"beta_dtype": "beta", "out_dtype": "y"}
+ASKED = {"final_state": "output_final_state", "probs": "output_probs"}
+TYPES = {"beta_dtype": "beta", "out_dtype": "y", "weights_dtype": "weights"}
+SIZES = {"top_k": "weights", "num_experts": "counts"}  # the last dimension of that output
+UNROUNDED = ("moe_unpermute_bwd", "grouped_matmul_bwd", "moe_experts_bwd")  # outputs may be wider than the inputs
+BY_GROUPS = ("y", "dx", "q", "q_scale")  # rows outside all groups are left alone
+
+
+def _write(name, output, value, given):
+    if "groups" in given and name in BY_GROUPS:
+        groups = given["groups"].tolist() or [0]
+        rows = sum(groups) if given["group_list"] == "counts" else groups[-1]
+        output, value = output[:rows], value[:rows]
+    elif given.get("accumulate"):
+        value = output.to(value.dtype) + value
+    output.copy_(value)
 
 
 def _out(op, functional):
     names = [argument.name for argument in op._schema.arguments]
     defaults = _defaults(op)
     returns = [slot.name for slot in functional._schema.returns]
-    missing = {name: value for name, value in _defaults(functional).items() if name not in names}
+    sizes = {a.name for a in functional._schema.arguments} & SIZES.keys()
+    missing = {k: value for k, value in _defaults(functional).items() if k not in names}
+    name = functional._schema.name.removeprefix("tidegate::")
 
     def kernel(*args, **kwargs):
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
         extra = dict(missing)
+        for size in sizes:
+            output = given[SIZES[size]]
+            extra[size] = 0 if output is None or output.dim() == 0 else output.shape[-1]
+        if name in UNROUNDED:
+            extra["rounded"] = False
         for option, output in TYPES.items():
             if option in missing and given.get(output) is not None:
                 extra[option] = given[output].dtype
@@ -107,15 +135,15 @@ def _out(op, functional):
         if "state_len" in missing and given["final_state"] is not None and given["final_state"].dim() == 3:
             extra["state_len"] = given["final_state"].shape[2]
         if "needs" in missing:
-            extra["needs"] = sum(1 << i for i, name in enumerate(returns) if given[name] is not None)
+            extra["needs"] = sum(1 << i for i, output in enumerate(returns) if given[output] is not None)
         if given.get("snapshot_at") is not None and given["snapshots"] is None:
             text = f"a tensor (snapshot_at has {len(given['snapshot_at'])} entries)"
-            checks.refuse(functional._schema.name.removeprefix("tidegate::"), "snapshots", text, "none")
+            checks.refuse(name, "snapshots", text, "none")
         results = _call(op, given | extra, returns)
         values = results if isinstance(results, tuple) else (results,)
-        for name, value in zip(returns, values, strict=True):
-            if given.get(name) is not None:
-                given[name].copy_(value)
+        for output, value in zip(returns, values, strict=True):
+            if given.get(output) is not None:
+                _write(output, given[output], value, given)
 
     return kernel
 

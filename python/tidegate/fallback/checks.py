@@ -9,6 +9,18 @@ from tidegate._contracts import LAYOUTS
 ACTIVATIONS = {None: None, "": None, "silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
+STRIDED = ("conv_state", "rstd", "ids", "pos")  # outputs with any inner stride
+TURNED = {  # outputs whose last two dimensions may stand the other way round in memory
+    (op, name)
+    for op, names in {
+        "grouped_matmul_bwd": "dweight",
+        "moe_experts_bwd": "dgate_up ddown dshared_gate dshared_up dshared_down",
+        "quantize": "q",
+    }.items()
+    for name in names.split()
+}
+
+
 def refuse(op, name, expected, got):
     raise ValueError(f"{op}: {name}: expected {expected}, got {got}")
 
@@ -112,7 +124,8 @@ def memory(op, given, written, in_place=()):
         x = tensors.get(name)
         if x is None or x.numel() == 0:
             continue
-        if name != "conv_state" and x.dim() > 1 and name != "rstd" and x.shape[-1] > 1 and x.stride(-1) != 1:
+        turned = x.dim() > 1 and x.stride(-2) == 1 and (op, name) in TURNED
+        if name not in STRIDED and not turned and x.dim() > 1 and x.shape[-1] > 1 and x.stride(-1) != 1:
             if x.stride(-1) != 0:
                 refuse(op, name, "inner stride 1", x.stride(-1))
         for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):

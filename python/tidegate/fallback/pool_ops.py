@@ -139,6 +139,14 @@ def _split(given):
     return torch.cat([x.flatten(1) for x in (q, k, v)], 1), z.reshape(T, HV, V), a.flatten(1), b.flatten(1)
 
 
+def decode_sizes(op, HK, HV, K, V, **_others):
+    for name, size in (("HK", HK), ("HV", HV), ("K", K), ("V", V)):
+        if size < 1:
+            refuse(op, name, ">= 1", size)
+    if HV % HK:
+        refuse(op, "HV", f"a multiple of {HK} (HK)", HV)
+
+
 def gdn_packed_decode(**given):
     """The operators it is named after, one after the other."""
     op, HK, HV, K, V = "gdn_packed_decode", *(given[name] for name in ("HK", "HV", "K", "V"))

@@ -178,8 +178,6 @@ prepare_wy_repr_bwd(Tensor k, Tensor v, Tensor beta, Tensor A, Tensor dw, Tensor
     Tensor dg)
 prepare_wy_repr_bwd.out(Tensor k, Tensor v, Tensor beta, Tensor A, Tensor dw, Tensor du, Tensor gc, Tensor?
     cu_seqlens=None, *, str layout="BSND", Tensor(a!) dk, Tensor(b!) dv, Tensor(c!) dbeta, Tensor(d!) dg) -> ()
-linear_fwd(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor y
-linear_bwd(Tensor dy, Tensor x, Tensor weight, *, int needs=7) -> (Tensor dx, Tensor dweight, Tensor dbias)
 moe_route_fwd(Tensor logits, Tensor? replay_ids=None, *, int top_k, bool renormalise=True, ScalarType?
     logits_rounding=None, ScalarType? weights_dtype=None, bool output_probs=False) -> (Tensor weights, Tensor ids,
     Tensor probs)
@@ -187,19 +185,19 @@ moe_route_fwd.out(Tensor logits, Tensor? replay_ids=None, *, bool renormalise=Tr
     logits_rounding=None, Tensor(a!) ids, Tensor(b!) weights, Tensor(c!)? probs=None) -> ()
 moe_route_bwd(Tensor? dweights, Tensor? dprobs, Tensor logits, Tensor ids, *, bool renormalise=True, ScalarType?
     logits_rounding=None) -> Tensor dlogits
-moe_route_bwd.out(Tensor? dweights, Tensor? dprobs, Tensor logits, Tensor ids, *, bool renormalise=True, ScalarType?
-    logits_rounding=None, Tensor(a!) dlogits) -> ()
-moe_init_routing(Tensor ids, *, int num_experts, str ids_convention="plain") -> (Tensor counts, Tensor src, Tensor
-    pos)
-moe_init_routing.out(Tensor ids, *, str ids_convention="plain", Tensor(a!) counts, Tensor(b!) src, Tensor(c!) pos)
-    -> ()
+moe_route_bwd.out(Tensor? dweights, Tensor? dprobs, Tensor logits, Tensor ids, *, bool renormalise=True,
+    ScalarType? logits_rounding=None, Tensor(a!) dlogits) -> ()
+moe_init_routing(Tensor ids, *, int num_experts, str ids_convention="plain") -> (Tensor counts, Tensor src,
+    Tensor pos)
+moe_init_routing.out(Tensor ids, *, str ids_convention="plain", Tensor(a!) counts, Tensor(b!) src, Tensor(c!)
+    pos) -> ()
 moe_permute(Tensor x, Tensor src, Tensor pos) -> Tensor y
 moe_permute.out(Tensor x, Tensor src, Tensor pos, *, Tensor(a!) y) -> ()
 moe_unpermute_fwd(Tensor y, Tensor pos, Tensor? weights=None) -> Tensor out
 moe_unpermute_fwd.out(Tensor y, Tensor pos, Tensor? weights=None, *, Tensor(a!) out) -> ()
 moe_unpermute_bwd(Tensor dout, Tensor y, Tensor pos, Tensor? weights=None) -> (Tensor dy, Tensor dweights)
-moe_unpermute_bwd.out(Tensor dout, Tensor y, Tensor pos, Tensor? weights=None, *, Tensor(a!)? dy=None, Tensor(b!)?
-    dweights=None) -> ()
+moe_unpermute_bwd.out(Tensor dout, Tensor y, Tensor pos, Tensor? weights=None, *, Tensor(a!)? dy=None,
+    Tensor(b!)? dweights=None) -> ()
 grouped_matmul_fwd(Tensor x, Tensor weight, Tensor groups, Tensor? bias=None, *, str weight_axes="nk", str
     group_list="counts", ScalarType? out_dtype=None) -> Tensor y
 grouped_matmul_fwd.out(Tensor x, Tensor weight, Tensor groups, Tensor? bias=None, *, str weight_axes="nk", str
@@ -209,22 +207,8 @@ grouped_matmul_bwd(Tensor dy, Tensor x, Tensor weight, Tensor groups, *, str wei
 grouped_matmul_bwd.out(Tensor dy, Tensor x, Tensor weight, Tensor groups, *, str weight_axes="nk", str
     group_list="counts", bool accumulate=False, Tensor(a!)? dx=None, Tensor(b!)? dweight=None, Tensor(c!)?
     dbias=None) -> ()
-quantize(Tensor x, *, int axis=-1) -> (Tensor q, Tensor scale)
-quantize.out(Tensor x, *, int axis=-1, Tensor(a!) q, Tensor(b!) scale) -> ()
-grouped_matmul_swiglu_quant(Tensor x, Tensor weight, Tensor groups, Tensor weight_scale, Tensor x_scale, Tensor?
-    smooth_scale=None, *, str weight_axes="nk", str group_list="counts") -> (Tensor q, Tensor q_scale)
-grouped_matmul_swiglu_quant.out(Tensor x, Tensor weight, Tensor groups, Tensor weight_scale, Tensor x_scale, Tensor?
-    smooth_scale=None, *, str weight_axes="nk", str group_list="counts", Tensor(a!) q, Tensor(b!) q_scale) -> ()
-grouped_matmul_quant(Tensor x, Tensor weight, Tensor groups, Tensor weight_scale, Tensor x_scale, *, str
-    weight_axes="nk", str group_list="counts", ScalarType out_dtype=float32) -> Tensor y
-grouped_matmul_quant.out(Tensor x, Tensor weight, Tensor groups, Tensor weight_scale, Tensor x_scale, *, str
-    weight_axes="nk", str group_list="counts", Tensor(a!) y) -> ()
-moe_experts_quant(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor gate_up_scale, Tensor down, Tensor
-    down_scale, *, str weight_axes="nk", str ids_convention="plain") -> Tensor out
-moe_experts_quant.out(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor gate_up_scale, Tensor down,
-    Tensor down_scale, *, str weight_axes="nk", str ids_convention="plain", Tensor(a!) out) -> ()
-moe_experts_fwd(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor? shared_gate=None, Tensor?
-    shared_up=None, Tensor? shared_down=None, Tensor? shared_router=None, *, str weight_axes="nk", bool
+moe_experts_fwd(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor? shared_gate=None,
+    Tensor? shared_up=None, Tensor? shared_down=None, Tensor? shared_router=None, *, str weight_axes="nk", bool
     interleaved=False, str ids_convention="plain", bool round_y=False) -> Tensor out
 moe_experts_fwd.out(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor? shared_gate=None,
     Tensor? shared_up=None, Tensor? shared_down=None, Tensor? shared_router=None, *, str weight_axes="nk", bool
@@ -239,6 +223,23 @@ moe_experts_bwd.out(Tensor dout, Tensor x, Tensor ids, Tensor weights, Tensor ga
     weight_axes="nk", bool interleaved=False, str ids_convention="plain", Tensor(a!)? dx=None, Tensor(b!)?
     dweights=None, Tensor(c!)? dgate_up=None, Tensor(d!)? ddown=None, Tensor(e!)? dshared_gate=None, Tensor(f!)?
     dshared_up=None, Tensor(g!)? dshared_down=None, Tensor(h!)? dshared_router=None) -> ()
+quantize(Tensor x, *, int axis=-1) -> (Tensor q, Tensor scale)
+quantize.out(Tensor x, *, int axis=-1, Tensor(a!) q, Tensor(b!) scale) -> ()
+grouped_matmul_swiglu_quant(Tensor x, Tensor weight, Tensor groups, Tensor weight_scale, Tensor x_scale, Tensor?
+    smooth_scale=None, *, str weight_axes="nk", str group_list="counts") -> (Tensor q, Tensor q_scale)
+grouped_matmul_swiglu_quant.out(Tensor x, Tensor weight, Tensor groups, Tensor weight_scale, Tensor x_scale,
+    Tensor? smooth_scale=None, *, str weight_axes="nk", str group_list="counts", Tensor(a!) q, Tensor(b!) q_scale)
+    -> ()
+grouped_matmul_quant(Tensor x, Tensor weight, Tensor groups, Tensor weight_scale, Tensor x_scale, *, str
+    weight_axes="nk", str group_list="counts", ScalarType out_dtype=float32) -> Tensor y
+grouped_matmul_quant.out(Tensor x, Tensor weight, Tensor groups, Tensor weight_scale, Tensor x_scale, *, str
+    weight_axes="nk", str group_list="counts", Tensor(a!) y) -> ()
+moe_experts_quant(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor gate_up_scale, Tensor down,
+    Tensor down_scale, *, str weight_axes="nk", str ids_convention="plain") -> Tensor out
+moe_experts_quant.out(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor gate_up_scale, Tensor down,
+    Tensor down_scale, *, str weight_axes="nk", str ids_convention="plain", Tensor(a!) out) -> ()
+linear_fwd(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor y
+linear_bwd(Tensor dy, Tensor x, Tensor weight, *, int needs=7) -> (Tensor dx, Tensor dweight, Tensor dbias)
 about() -> str
 chunk_size() -> int
 set_isa(str name) -> ()

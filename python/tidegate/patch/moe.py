@@ -56,7 +56,7 @@ def _test(module):
 def find(root, options):
     """One site for every config that names an experts function; it governs all experts below it."""
     sites, seen = [], {}
-    if _native.fallback:  # it has no experts: the model's own are as fast there
+    if _native.fallback:  # plain torch is what the model has already
         return sites
     for path, module in named_modules(root):
         if not is_experts(module):
