@@ -48,7 +48,8 @@ def argument_names(function):
 def innermost(function):
     """The function beneath all decorators: of a function that prefers some package, the one in plain torch."""
     if not isinstance(function, types.FunctionType):  # `kernels` makes a module whose forward calls the function
-        function = next((part for part in parts(type(function).forward) if hasattr(part, "__wrapped__")), function)
+        forward = getattr(type(function), "forward", None)
+        function = next((part for part in parts(forward) if hasattr(part, "__wrapped__")), function)
     while isinstance(getattr(function, "__wrapped__", None), types.FunctionType):
         function = function.__wrapped__
     return function
