@@ -5,8 +5,11 @@ added here: the tests compare with the registry.
 """
 
 import samples_backward
+import samples_chunk
 import samples_moe
 import torch
+from samples_data import data as _data
+from samples_data import floats as _floats
 
 NO_TENSORS = {"about", "chunk_size", "set_isa"}  # facts and a switch, nothing to compute
 
@@ -56,10 +59,6 @@ def out_call(base, args, kwargs):
     outputs = {k: torch.ones_like(v) for k, v in results(base, args, kwargs).items() if v.numel()}
     args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
     return args, {k: v for k, v in kwargs.items() if k in known} | outputs
-
-
-def _floats(*shape, dtype=torch.float32, grad=True):
-    return torch.randn(shape, dtype=torch.float32).to(dtype).requires_grad_(grad)
 
 
 def _conv_fwd():
@@ -280,63 +279,6 @@ def _seqlens():
     return [([cu, ids, torch.tensor([0, 1, 0, 1, 2])], {"tokens": 5}), ([None, ids], {"tokens": 5})]
 
 
-def _data(*shape, dtype=torch.float32):
-    """Inputs of operators without a gradient."""
-    return _floats(*shape, dtype=dtype, grad=False)
-
-
-PACKED = samples_backward.PACKED
-
-
-def _cumsum():
-    return [
-        ([_floats(2, 5, 3), 4], {}),
-        ([_floats(3, 21), 16], {**PACKED, "reverse": True, "scale": 0.5, "floor": -0.7, "out_dtype": torch.float64}),
-    ]
-
-
-def _kkt():
-    k = _data(2, 21, 8, dtype=torch.bfloat16)
-    return [
-        ([_data(2, 5, 1, 8), None, _data(2, 5, 3)], {}),
-        ([k, _data(4, 21), _data(4, 21)], {**PACKED, "chunk_size": 16, "inter_dtype": torch.bfloat16}),
-    ]
-
-
-def _solve():
-    return [
-        ([_data(2, 5, 3, 16)], {}),
-        ([_data(4, 21, 16, dtype=torch.float16)], {**PACKED, "inter_dtype": torch.float16}),
-    ]
-
-
-def _w_u():
-    half = [_data(2, 21, 8, dtype=torch.bfloat16), _data(4, 21, 6, dtype=torch.bfloat16)]
-    return [
-        ([_data(2, 5, 1, 8), _data(2, 5, 3, 6), _data(2, 5, 3), _data(2, 5, 3, 16), _data(2, 5, 3)], {}),
-        ([*half, _data(4, 21), _data(4, 21, 16), _data(4, 21)], {**PACKED, "inter_dtype": torch.bfloat16}),
-    ]
-
-
-def _fwd_h():
-    k = _data(2, 21, 8, dtype=torch.bfloat16)
-    options = {"chunk_size": 16, "output_final_state": True, "state_v_first": True, "num_chunks": 3}
-    half = {"inter_dtype": torch.bfloat16}
-    packed = [k, _data(4, 21, 8), _data(4, 21, 6), _data(4, 21), _data(3, 4, 6, 8)]
-    return [
-        ([_data(2, 5, 1, 8), _data(2, 5, 3, 8), _data(2, 5, 3, 6), _data(2, 5, 3)], {"output_final_state": True}),
-        (packed, {**PACKED, **options, **half}),
-    ]
-
-
-def _fwd_o():
-    half = [_data(2, 21, 8, dtype=torch.bfloat16) for _ in range(2)]
-    return [
-        ([_data(2, 5, 1, 8), _data(2, 5, 1, 8), _data(2, 5, 3, 6), _data(2, 1, 3, 8, 6), _data(2, 5, 3)], {}),
-        ([*half, _data(4, 21, 6), _data(4, 3, 8, 6), _data(4, 21)], {**PACKED, "chunk_size": 16, "scale": 0.3}),
-    ]
-
-
 SAMPLES = {
     "causal_conv1d_fwd": _conv_fwd,
     "causal_conv1d_bwd": _conv_bwd,
@@ -361,12 +303,7 @@ SAMPLES = {
     "partial_rope_bwd": _rope,
     "mrope_cos_sin": _mrope,
     "seqlens": _seqlens,
-    "chunk_local_cumsum": _cumsum,
-    "chunk_scaled_dot_kkt": _kkt,
-    "solve_tril": _solve,
-    "recompute_w_u": _w_u,
-    "chunk_gated_delta_rule_fwd_h": _fwd_h,
-    "chunk_fwd_o": _fwd_o,
+    **samples_chunk.SAMPLES,
     **samples_backward.SAMPLES,
     **samples_moe.SAMPLES,
 }

@@ -1,15 +1,8 @@
 """Small valid calls of the operators of the experts, see samples.py."""
 
 import torch
-
-
-def _floats(*shape, dtype=torch.float32, grad=True):
-    return torch.randn(shape).to(dtype).requires_grad_(grad)
-
-
-def _data(*shape, dtype=torch.float32):
-    return _floats(*shape, dtype=dtype, grad=False)
-
+from samples_data import data as _data
+from samples_data import floats as _floats
 
 IDS = torch.tensor([[2, 0], [2, 1], [-1, 2]])  # counts 1, 1, 3, 0
 SRC = torch.tensor([1, 3, 0, 2, 5, -1])
