@@ -1,7 +1,7 @@
 """Work items as data: what is computed, on which sizes, how many bytes or operations it has to move, and its inputs.
 
 Letters: B rows, T tokens, D channels, W taps, HK key heads, HV value heads, K = V = 128 head sizes, R rotated channels,
-E experts, H channels of a token, I inside an expert, SLOTS experts a token.
+E experts, H channels of a token, WIDTH inside an expert, SLOTS experts a token.
 """
 
 import functools
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 K = V = 128
-H, I, SLOTS = 2048, 512, 8
-EXPERT = 6 * H * I  # bytes of one in bf16, and operations for one token
+H, WIDTH, SLOTS = 2048, 512, 8
+EXPERT = 6 * H * WIDTH  # bytes of one in bf16, and operations for one token
 BF16 = torch.bfloat16
 
 
@@ -222,7 +222,7 @@ def _layer_of_experts(E):
             matrix.copy_(0.02 * torch.randn(*shape, generator=generator))
         return w
 
-    return dict(gate_up=normal(2 * I, H), down=normal(H, I), router=normal(H).float(), made={})
+    return dict(gate_up=normal(2 * WIDTH, H), down=normal(H, WIDTH), router=normal(H).float(), made={})
 
 
 def _routed(s, normal, uniform):

@@ -7,7 +7,7 @@ items in fp64 would need several GB of temporaries.
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from items import SLOTS, H, I, Item, K
+from items import SLOTS, WIDTH, H, Item, K
 
 BLOCK = 512  # channels, or rows of the leading dimension
 
@@ -205,7 +205,7 @@ def _pairs(x):
 
 def _expert(x, e, tokens):
     rows, gate_up, down = x["x"][tokens].double(), x["gate_up"][e].double(), x["down"][e].double()
-    gate, up = (rows @ gate_up.T).split(I, 1)
+    gate, up = (rows @ gate_up.T).split(WIDTH, 1)
     return rows, gate_up, down, gate, up, torch.sigmoid(gate)
 
 
@@ -220,8 +220,8 @@ def _experts(item, x):
 def _experts_bwd(item, x):
     T = len(x["x"])
     dx, dw = torch.zeros(T, H, dtype=torch.float64), torch.zeros(T, SLOTS, dtype=torch.float64)
-    dgate_up = torch.zeros(SAMPLED, 2 * I, H, dtype=torch.float64)
-    ddown = torch.zeros(SAMPLED, H, I, dtype=torch.float64)
+    dgate_up = torch.zeros(SAMPLED, 2 * WIDTH, H, dtype=torch.float64)
+    ddown = torch.zeros(SAMPLED, H, WIDTH, dtype=torch.float64)
     for e, tokens, slots in _pairs(x):
         rows, gate_up, down, gate, up, s = _expert(x, e, tokens)
         dy, w = x["dout"][tokens].double(), x["weights"][tokens, slots, None].double()

@@ -6,7 +6,7 @@ from engines import Run
 from engines.delta_rule import forward_backward, per_sequence, repeated
 from engines.experts import sampled
 from engines.torch_eager import conv_backward, gates
-from items import BF16, SLOTS, H, I
+from items import BF16, SLOTS, WIDTH, H
 
 PACKAGES = {"transformers": "5.22"}
 LACKS: dict[str, str] = {}
@@ -92,7 +92,7 @@ def _layer(item, x, implementation, grad):
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeExperts
 
     E = item.sizes["E"]
-    config = Qwen3_5MoeTextConfig(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=SLOTS)
+    config = Qwen3_5MoeTextConfig(hidden_size=H, moe_intermediate_size=WIDTH, num_experts=E, num_experts_per_tok=SLOTS)
     config._experts_implementation = implementation
     with torch.device("meta"):
         layer = Qwen3_5MoeExperts(config)

@@ -55,6 +55,8 @@ def moe_experts(
     shared_down=None,
     shared_router=None,
     *,
+    gate_up_lora=None,
+    down_lora=None,
     weight_axes="nk",
     interleaved=False,
     ids_convention="plain",
@@ -63,7 +65,11 @@ def moe_experts(
     """sum over slots of weights * down(silu(gate x) * (up x)), plus sigmoid(<shared_router, x>) times a shared expert.
 
     x [T,H], ids and weights [T,k], gate_up [E,2I,H], down [E,H,I] as models store them; id -1 is nobody.
+    gate_up_lora and down_lora, (a [E,r,K], b [E,N,r], scale), add scale b a to a weight [N,K] without forming it.
     """
+    (gate_up_a, gate_up_b, gate_up_scale), (down_a, down_b, down_scale) = (
+        lora or (None, None, 1.0) for lora in (gate_up_lora, down_lora)
+    )
     return ops.moe_experts_fwd(
         x,
         ids,
@@ -74,9 +80,15 @@ def moe_experts(
         shared_up,
         shared_down,
         shared_router,
+        gate_up_a,
+        gate_up_b,
+        down_a,
+        down_b,
         weight_axes=weight_axes,
         interleaved=interleaved,
         ids_convention=ids_convention,
+        gate_up_lora_scale=gate_up_scale,
+        down_lora_scale=down_scale,
         round_y=round_y,
     )
 
@@ -104,8 +116,11 @@ def why_not(module):
     return None
 
 
-def experts_forward(self, hidden_states, top_k_index, top_k_weights):
-    """The experts function of Transformers: hidden_states [T,H], top_k_index and top_k_weights [T,k]."""
+def experts_forward(self, hidden_states, top_k_index, top_k_weights, **lora):
+    """The experts function of Transformers: hidden_states [T,H], top_k_index and top_k_weights [T,k].
+
+    lora: gate_up_lora and down_lora of moe_experts.
+    """
     reason = why_not(self)
     if reason is not None:
         raise ValueError(f"tidegate: {type(self).__name__}: {reason}")
@@ -119,6 +134,7 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights):
         self.down_proj,
         weight_axes="kn" if getattr(self, "is_transposed", False) else "nk",
         ids_convention="transformers_ep" if foreign else "plain",
+        **lora,
     )
 
 

@@ -1,14 +1,14 @@
-"""Packed experts, through Transformers' registry of experts functions. The block and its router stay as they are."""
+"""Packed experts, through Transformers' registry of experts functions. The block around them stays as it is."""
 
 import torch
 
 from tidegate import _native, moe
 from tidegate.errors import SelfTestError
-from tidegate.patch import registry
+from tidegate.patch import lora, registry
 from tidegate.patch.resolve import named_modules
-from tidegate.patch.site import Site
+from tidegate.patch.site import ForwardSite, Site, foreign_forward
 
-EXPERTS, ROUTER = "experts", "router"
+EXPERTS = "experts"
 NAMES = ("_experts_implementation", moe.NAME)
 TOKENS, SLOTS = 3, 2  # of the self-test: at most six experts are widened to fp32
 
@@ -19,20 +19,29 @@ def is_experts(module):
     return all(isinstance(weight, torch.Tensor) and weight.dim() == 3 for weight in weights)
 
 
-def _loops(module, x, ids, weights):
+def _loops(module, x, ids, weights, additions):
     """The definition, in fp32, expert by expert."""
     out = torch.zeros_like(x)
-    turned = getattr(module, "is_transposed", False)
+
+    def matrix(name, e):
+        weight = getattr(module, f"{name}_proj")[e].float()
+        weight = weight.T if getattr(module, "is_transposed", False) else weight
+        a, b, scale = additions.get(f"{name}_lora", (None, None, 0))
+        return weight if a is None else weight + scale * (b[e].float() @ a[e].float())
+
     for t in range(x.shape[0]):
-        for slot in range(ids.shape[1]):
-            gate_up, down = (w[ids[t, slot]].float() for w in (module.gate_up_proj, module.down_proj))
-            gate, up = (x[t] @ (gate_up if turned else gate_up.T)).chunk(2)
-            out[t] += weights[t, slot] * ((torch.nn.functional.silu(gate) * up) @ (down if turned else down.T))
+        for slot, e in enumerate(ids[t].tolist()):
+            gate, up = (matrix("gate_up", e) @ x[t]).chunk(2)
+            out[t] += weights[t, slot] * (matrix("down", e) @ (torch.nn.functional.silu(gate) * up))
     return out
 
 
-def _test(module):
+def _test(outer):
+    """Of an experts module, or of the outermost wrapper that PEFT has put around one."""
+
     def test():
+        wrappers, module = lora.unwrapped(outer)
+        additions = (lora.additions(outer) or (module, {}))[1]
         gate_up = module.gate_up_proj
         hidden = gate_up.shape[-2 if getattr(module, "is_transposed", False) else -1]
         generator = torch.Generator().manual_seed(0)
@@ -40,17 +49,40 @@ def _test(module):
         ids = torch.arange(TOKENS * SLOTS).view(TOKENS, SLOTS) % gate_up.shape[0]
         weights = torch.rand(TOKENS, SLOTS, generator=generator).to(gate_up.dtype)
         with torch.no_grad():
-            truth = _loops(module, x.float(), ids, weights.float())
+            truth = _loops(module, x.float(), ids, weights.float(), additions)
             scale = truth.abs().max().clamp(min=1e-30)
+            # With LoRA the original would merge the weights of all experts.
+            theirs = type(module).forward(module, x, ids, weights) if not wrappers else truth.to(x.dtype)
             ours, theirs = (
                 float((y.float() - truth).abs().max() / scale)
-                for y in (moe.experts_forward(module, x, ids, weights), type(module).forward(module, x, ids, weights))
+                for y in (moe.experts_forward(module, x, ids, weights, **additions), theirs)
             )
-        if not ours <= 2 * theirs + 1e-6:
+        slack = torch.finfo(x.dtype).eps if wrappers and x.dtype != torch.float32 else 1e-6
+        if not ours <= 2 * theirs + slack:
             raise SelfTestError(f"error {ours:.1e} against fp32, the original's {theirs:.1e}")
         return f"err {ours:.1e}"
 
     return test
+
+
+def _find_lora(root, refused):
+    """A site for every outermost wrapper that PEFT has put around experts."""
+    sites = []
+    wrappers = [(path, module) for path, module in named_modules(root) if lora.is_wrapper(module)]
+    inner = {id(module.base_layer) for _, module in wrappers}
+    for path, module in wrappers:
+        parts, experts = lora.unwrapped(module)
+        if id(module) in inner or not is_experts(experts) or id(experts.__dict__.get("config")) in refused:
+            continue
+        why = lora.why_not(parts)
+        other = foreign_forward(module)
+        why = why if other is None else f"forward already replaced by {other}"
+        if why is not None:
+            sites.append(Site(path, EXPERTS, module).refuse(why))
+            continue
+        key = EXPERTS, experts.gate_up_proj.dtype, tuple(experts.gate_up_proj.shape), len(parts)
+        sites.append(ForwardSite(path, EXPERTS, module, "I:lora", lora.forward, test=_test(module), test_key=key))
+    return sites
 
 
 def find(root, options):
@@ -82,7 +114,8 @@ def find(root, options):
             sites.append(site)
         if why is not None:  # one name governs them all
             seen[id(config)].refuse(f"{type(module).__name__}: {why}")
-    return sites
+    refused = {config for config, site in seen.items() if site.verdict}
+    return sites + _find_lora(root, refused)
 
 
-find.ops = (EXPERTS, ROUTER)
+find.ops = (EXPERTS,)
