@@ -18,6 +18,7 @@ from tidegate.quant import (
     quantize,
     quantize_experts,
 )
+from tidegate.recorder import RouterRecorder
 from tidegate.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn, recurrent_gated_delta_rule
 from tidegate.registration import register, unregister
 from tidegate.report import report
@@ -28,6 +29,7 @@ __all__ = [
     "PatchHandle",
     "PatchOptions",
     "RMSNormGated",
+    "RouterRecorder",
     "Sequence",
     "Snapshot",
     "StatePool",
