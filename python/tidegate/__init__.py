@@ -24,6 +24,7 @@ from tidegate.registration import register, unregister
 from tidegate.report import report
 from tidegate.rope import partial_rope
 from tidegate.state import Sequence, Snapshot, StatePool, load_snapshots, save_snapshots
+from tidegate.weight_cache import invalidate
 
 __all__ = [
     "PatchHandle",
@@ -45,6 +46,7 @@ __all__ = [
     "grouped_matmul",
     "grouped_matmul_quant",
     "grouped_matmul_swiglu_quant",
+    "invalidate",
     "isa",
     "kernelize_model",
     "linear",

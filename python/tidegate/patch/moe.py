@@ -7,6 +7,7 @@ from tidegate.errors import SelfTestError
 from tidegate.patch import lora, registry
 from tidegate.patch.resolve import named_modules
 from tidegate.patch.site import ForwardSite, Site, foreign_forward
+from tidegate.weight_cache import ATTRIBUTE, WeightCache, cache_of, invalidate
 
 EXPERTS = "experts"
 NAMES = ("_experts_implementation", moe.NAME)
@@ -17,6 +18,37 @@ def is_experts(module):
     """3-D weights of all experts under the names that the experts of Transformers have."""
     weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     return all(isinstance(weight, torch.Tensor) and weight.dim() == 3 for weight in weights)
+
+
+class ExpertsSite(registry.RegistrySite):
+    """The registry's, and the copies of weights that its modules keep if `moe_cache` is on."""
+
+    caches = False
+
+    def _governed(self):
+        return [module for module in self.module.modules() if is_experts(module) and "config" in module.__dict__]
+
+    def _install(self):
+        super()._install()
+        # FSDP fills the same memory anew in every call: there is nothing to keep.
+        self.caches = self.caches and not any(type(m).__name__.startswith("FSDP") for m in self.module.modules())
+        for module in self._governed() if self.caches else ():
+            if module.config is self.selected:
+                setattr(module, ATTRIBUTE, WeightCache())
+
+    def _remove(self):
+        for module in self._governed():
+            module.__dict__.pop(ATTRIBUTE, None)
+        return super()._remove()
+
+    def invalidate(self):
+        invalidate(self.module)
+
+    def remarks(self):
+        if not self.caches:
+            return self.reason
+        held = sum(cache.bytes for module in self._governed() if (cache := cache_of(module)) is not None)
+        return f"copies of frozen weights: {held / 2**20:.1f} MiB"
 
 
 def _loops(module, x, ids, weights, additions):
@@ -94,7 +126,7 @@ def find(root, options):
         if not is_experts(module):
             continue
         config = module.__dict__.get("config")
-        if not hasattr(config, NAMES[0]) or not hasattr(module, "has_gate"):
+        if not hasattr(config, NAMES[0]) or not hasattr(module, "is_transposed"):
             why = f"{type(module).__name__} does not ask Transformers' registry of experts functions"
             sites.append(Site(path, EXPERTS, module).refuse(why))
             continue
@@ -105,9 +137,8 @@ def find(root, options):
         known = seen.get(id(config))
         if known is None:
             if why is None:
-                site = registry.RegistrySite(
-                    path, EXPERTS, where[1], module, NAMES, moe.register_experts, test=_test(module)
-                )
+                site = ExpertsSite(path, EXPERTS, where[1], module, NAMES, moe.register_experts, test=_test(module))
+                site.caches = options.on("moe_cache")
             else:
                 site = Site(path, EXPERTS, module)
             seen[id(config)] = site

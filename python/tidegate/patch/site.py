@@ -114,6 +114,10 @@ class Site:
     def invalidate(self):
         """Forgets everything that was derived from weights."""
 
+    def remarks(self):
+        """The last cell of the report's row."""
+        return self.reason
+
 
 @functools.cache
 def _guarded(function, op, like):
