@@ -60,6 +60,13 @@ TEST(MoeExperts, Errors) {
   w.fwd([](auto& in) { in.down_lora_a = typed(in.down_lora_a, DType::kF64); }, "down_lora_a: " + narrow);
   MoeExpertsOptions turns;
   turns.interleaved = true;
+  ExpertsCase rows_apart = make_experts(random, {3, 8, 5, 4, 2, 0, DType::kF32, DType::kF32, true});
+  for (const WeightAxes axes : {WeightAxes::kNK, WeightAxes::kKN}) {  // [E,K,N] in memory, whatever it is called
+    rows_apart.c.options.weight_axes = turns.weight_axes = axes;
+    expect_error([&] { moe_experts_fwd(rows_apart.inputs(), w.out, turns); },
+                 "moe_experts_fwd: gate_up: expected stride 1 along H with interleaved rows, got 10");
+  }
+  turns.weight_axes = WeightAxes::kNK;
   w.fwd([](auto&) {}, "gate_up_lora_b: expected stride 1 along the rank with interleaved rows, got 10", turns);
   MoeExpertsOptions endless;
   endless.down_lora_scale = HUGE_VAL;

@@ -95,6 +95,33 @@ TEST(MoeExperts, ManyExpertsAndTokens) {
   errors[1].expect(DType::kBF16, DType::kBF16);
 }
 
+TEST(MoeExperts, RealWidths) {
+  Random random;
+  Errors errors;
+  Experts c{2, 2048, 512, 2, 1, 0, DType::kBF16, DType::kBF16};
+  c.rank = 8;
+  errors.add(make_experts(random, c));
+  errors.expect(DType::kBF16, DType::kBF16);
+}
+
+// 2I == H: both readings of the weights are possible, and only the flag says which one is meant.
+TEST(MoeExperts, AWrongLayoutFlagIsNotRepaired) {
+  Random random;
+  const ExpertsCase e = make_experts(random, {9, 32, 16, 4, 2});
+  MoeExpertsInputs in = e.inputs();
+  in.down = exchanged(in.down, 1, 2);  // fits either way only where H == I; gate_up [E,2I,H] is square here
+  MoeExpertsOptions wrong = e.c.options;
+  wrong.weight_axes = WeightAxes::kKN;
+  Tensor out = like(e.x);
+  moe_experts_fwd(in, out, wrong);
+  const Tensor right = forward(e);
+  double largest = 0.0;
+  for (std::int64_t i = 0; i < out.view().numel(); ++i) {
+    largest = std::max(largest, std::abs(out.get(i) - right.get(i)));
+  }
+  EXPECT_GT(largest, 0.1);
+}
+
 TEST(MoeExperts, ReferenceIsTheDerivative) {
   Random random;
   for (const bool interleaved : {false, true}) {
