@@ -118,9 +118,9 @@ def experts(buffer, x, ids, weights, gate_up, down, *, weight_axes="nk"):
     """The experts of all ranks on the tokens of this one: out [T,H].
 
     x [T,H], ids and weights [T,K] with ids of all experts; gate_up [local experts, 2I, H] and down
-    [local experts, H, I] are those of this rank. Any number of processes gives the bits of one, in out and in all gradients: an expert sees
-    its tokens in the order of ranks, and results are rounded to x's type before they are summed, as
-    tidegate.moe_experts(..., round_y=True) does.
+    [local experts, H, I] are those of this rank. Any number of processes gives the bits of one, in out and in all
+    gradients: an expert sees its tokens in the order of ranks, and results are rounded to x's type before they are
+    summed, as tidegate.moe_experts(..., round_y=True) does.
     """
     if _wants_grad(x, weights, gate_up, down):
         return _Experts.apply(buffer, x, ids, weights, gate_up, down, weight_axes)
