@@ -14,11 +14,13 @@ For Transformers models: `tidegate.ep.register()` before the model is built with
 
 from tidegate.ep.buffer import Buffer, Handle, node_id
 from tidegate.ep.functions import combine, dispatch, experts
+from tidegate.ep.nodes import NodesBuffer
 from tidegate.ep.style import ep_enabled, parallelize, register, unregister
 
 __all__ = [
     "Buffer",
     "Handle",
+    "NodesBuffer",
     "combine",
     "dispatch",
     "ep_enabled",

@@ -9,12 +9,13 @@ from torch.distributed.tensor import DTensor
 from tidegate import moe
 from tidegate.ep import functions
 from tidegate.ep.buffer import Buffer
+from tidegate.ep.nodes import NodesBuffer, nodes_of
 
 STYLE, SHARDS = "ep_dispatch_experts", "grouped_gemm"
 MAX_TOKENS = 32768  # of a rank in one call; costs address space only
 
 _stock = {}  # the styles that ours stand in for
-_settings = {"max_tokens": MAX_TOKENS, "timeout": 60.0}
+_settings = {"max_tokens": MAX_TOKENS, "timeout": 60.0, "combine": "exact"}
 _buffers = {}  # one for all layers of equal sizes
 
 
@@ -38,14 +39,13 @@ def chunk_begin(experts, ranks):
 def _buffer(mesh, experts, slots, row_bytes):
     key = (mesh.get_group(), experts, slots, row_bytes, *_settings.values())
     if key not in _buffers:
-        _buffers[key] = Buffer(
-            mesh,
-            experts=experts,
-            slots=slots,
-            row_bytes=row_bytes,
-            expert_begin=chunk_begin(experts, mesh.size()),
-            **_settings,
-        )
+        options = {name: value for name, value in _settings.items() if name != "combine"}
+        options |= dict(experts=experts, slots=slots, row_bytes=row_bytes)
+        options["expert_begin"] = chunk_begin(experts, mesh.size())
+        if len(set(nodes_of(mesh.get_group()))) == 1:
+            _buffers[key] = Buffer(mesh, **options)
+        else:
+            _buffers[key] = NodesBuffer(mesh, combine=_settings["combine"], **options)
     return _buffers[key]
 
 
@@ -110,17 +110,18 @@ def _styles():
     return TidegateExperts(), TidegateShard
 
 
-def register(max_tokens=MAX_TOKENS, timeout=60.0):
+def register(max_tokens=MAX_TOKENS, timeout=60.0, combine="exact"):
     """Expert-parallel plans of models built from now on use Tidegate; again changes the settings.
 
     The plan of Qwen3.5-MoE, Qwen3-Next and others names the style "ep_dispatch_experts" for their experts: this is
-    what it then means, so nothing in the model or its plan changes. Buffers are made at the first forward.
+    what it then means, so nothing in the model or its plan changes. Buffers are made at the first forward. combine:
+    how results return from other nodes, "exact" or "fast" (see NodesBuffer).
     """
     styles, _, _ = _registry()
     experts, shard = _styles()
     if not _stock:
         _stock.update({name: styles[name] for name in (STYLE, SHARDS)})
-    _settings.update(max_tokens=max_tokens, timeout=timeout)
+    _settings.update(max_tokens=max_tokens, timeout=timeout, combine=combine)
     styles.register(STYLE, experts)
     stock = _stock[SHARDS]
     styles.register(SHARDS, shard(stock.placement, shards_expert_dim=stock.shards_expert_dim))
