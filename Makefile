@@ -20,11 +20,16 @@ system:
 $(VENV)/.ready: pyproject.toml scripts/venv.sh | system
 	@./scripts/venv.sh $(VENV) $(PYTHON) '$(TORCH)' $(MODELS)
 
-install: $(VENV)/.ready  ## build the wheel and install it into $(VENV)
-	@$(PY) -m pip install --quiet --no-deps . && echo "installed into $(VENV)"
-
-cpp: | system  ## build the C++ library and its tests in $(BUILD)
+core: | system
 	@cmake -S . -B $(BUILD) -G Ninja -DTIDEGATE_BENCH=OFF > $(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+	@cmake --build $(BUILD) -j $(JOBS) --target tidegate_static
+
+# Plain `pip install .` does the same in one go; here the core that the C++ tests link is not compiled a second time.
+install: $(VENV)/.ready core  ## build the wheel and install it into $(VENV)
+	@$(PY) -m pip install --quiet --no-deps -C cmake.define.TIDEGATE_CORE=$(abspath $(BUILD))/libtidegate.a . \
+	  && echo "installed into $(VENV)"
+
+cpp: core  ## build the C++ library and its tests in $(BUILD)
 	@cmake --build $(BUILD) -j $(JOBS)
 
 test: cpp install  ## run all tests: CTest (GoogleTest) and pytest
@@ -37,6 +42,12 @@ bench: install  ## Tidegate and the peers installed in $(VENV), side by side
 	@cmake -S . -B $(BUILD)-bench -G Ninja -DTIDEGATE_TESTS=OFF > /dev/null
 	@cmake --build $(BUILD)-bench --target tidegate_limits
 	@$(PY) bench/run.py --limits $(BUILD)-bench/bench/tidegate_limits
+
+bench-ep: install  ## expert parallelism beside MPI_Alltoallv and Transformers' all_to_all over gloo
+	@./scripts/system_packages.sh openmpi-bin libopenmpi-dev
+	@cmake -S . -B $(BUILD)-bench -G Ninja -DTIDEGATE_TESTS=OFF > /dev/null
+	@cmake --build $(BUILD)-bench --target tidegate_ep_bench
+	@$(PY) bench/ep/run.py --program $(BUILD)-bench/bench/tidegate_ep_bench
 
 bench-peers: | system  ## the same with every pip-installable peer, in an environment of its own
 	@./bench/peers.sh .venv-peers
@@ -64,4 +75,4 @@ lint: $(VENV)/.ready  ## clang-format, clang-tidy, ruff
 clean:  ## remove everything that was built
 	@rm -rf build build-* .venv .venv-* dist *.log
 
-.PHONY: help system install cpp test demo bench bench-peers test-matrix test-emulated asan tsan lint clean
+.PHONY: help system core install cpp test demo bench bench-ep bench-peers test-matrix test-emulated asan tsan lint clean
