@@ -43,6 +43,12 @@ bench: install  ## Tidegate and the peers installed in $(VENV), side by side
 	@cmake --build $(BUILD)-bench --target tidegate_limits
 	@$(PY) bench/run.py --limits $(BUILD)-bench/bench/tidegate_limits
 
+bench-ep: install  ## expert parallelism beside MPI_Alltoallv and Transformers' all_to_all over gloo
+	@./scripts/system_packages.sh openmpi-bin libopenmpi-dev
+	@cmake -S . -B $(BUILD)-bench -G Ninja -DTIDEGATE_TESTS=OFF > /dev/null
+	@cmake --build $(BUILD)-bench --target tidegate_ep_bench
+	@$(PY) bench/ep/run.py --program $(BUILD)-bench/bench/tidegate_ep_bench
+
 bench-peers: | system  ## the same with every pip-installable peer, in an environment of its own
 	@./bench/peers.sh .venv-peers
 
@@ -69,4 +75,4 @@ lint: $(VENV)/.ready  ## clang-format, clang-tidy, ruff
 clean:  ## remove everything that was built
 	@rm -rf build build-* .venv .venv-* dist *.log
 
-.PHONY: help system core install cpp test demo bench bench-peers test-matrix test-emulated asan tsan lint clean
+.PHONY: help system core install cpp test demo bench bench-ep bench-peers test-matrix test-emulated asan tsan lint clean
