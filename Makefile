@@ -20,11 +20,16 @@ system:
 $(VENV)/.ready: pyproject.toml scripts/venv.sh | system
 	@./scripts/venv.sh $(VENV) $(PYTHON) '$(TORCH)' $(MODELS)
 
-install: $(VENV)/.ready  ## build the wheel and install it into $(VENV)
-	@$(PY) -m pip install --quiet --no-deps . && echo "installed into $(VENV)"
-
-cpp: | system  ## build the C++ library and its tests in $(BUILD)
+core: | system
 	@cmake -S . -B $(BUILD) -G Ninja -DTIDEGATE_BENCH=OFF > $(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+	@cmake --build $(BUILD) -j $(JOBS) --target tidegate_static
+
+# Plain `pip install .` does the same in one go; here the core that the C++ tests link is not compiled a second time.
+install: $(VENV)/.ready core  ## build the wheel and install it into $(VENV)
+	@$(PY) -m pip install --quiet --no-deps -C cmake.define.TIDEGATE_CORE=$(abspath $(BUILD))/libtidegate.a . \
+	  && echo "installed into $(VENV)"
+
+cpp: core  ## build the C++ library and its tests in $(BUILD)
 	@cmake --build $(BUILD) -j $(JOBS)
 
 test: cpp install  ## run all tests: CTest (GoogleTest) and pytest
@@ -64,4 +69,4 @@ lint: $(VENV)/.ready  ## clang-format, clang-tidy, ruff
 clean:  ## remove everything that was built
 	@rm -rf build build-* .venv .venv-* dist *.log
 
-.PHONY: help system install cpp test demo bench bench-peers test-matrix test-emulated asan tsan lint clean
+.PHONY: help system core install cpp test demo bench bench-peers test-matrix test-emulated asan tsan lint clean

@@ -58,6 +58,8 @@ struct GroupedMatmulOptions {
   WeightAxes weight_axes = WeightAxes::kNK;
   GroupList group_list = GroupList::kCounts;
   bool accumulate = false;  // backward: dweight and dbias are added to
+  // Forward: row j of x is at x_rows[j], and x says only sizes and type. Rows that lie anywhere, as those of ep.h.
+  const void* const* x_rows = nullptr;
 };
 
 // y[j] = W_g x[j] + bias_g for the rows j of group g. x [M,K], y [M,N] of x's type or fp32, bias [G,N] may be absent.
@@ -79,6 +81,8 @@ void grouped_matmul_bwd(const TensorView& dy, const TensorView& x, const TensorV
 struct MoeExpertsInputs {
   TensorView x, ids, weights, gate_up, down;
   TensorView shared_gate, shared_up, shared_down, shared_router;
+  // Row t of x is at x_rows[t], and x says only sizes and type. Rows that lie anywhere, as those of ep.h.
+  const void* const* x_rows = nullptr;
 };
 struct MoeExpertsOptions {
   WeightAxes weight_axes = WeightAxes::kNK;

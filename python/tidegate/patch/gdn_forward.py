@@ -165,7 +165,7 @@ def fused_forward(spec, rounding):
         x, T = hidden_states, hidden_states.shape[1]
         mask = attention_mask
         if mask is not None:
-            mask = mask[:, -T:] if mask.dim() == 2 else None
+            mask = mask[:, mask.shape[1] - T :] if mask.dim() == 2 else None
         cu = boundaries(kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx"), T)
         if cu is not None:
             if cache_params is not None:

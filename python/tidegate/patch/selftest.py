@@ -3,6 +3,7 @@
 Both run on copies: no hook fires, no state of the model or of the random generators changes.
 """
 
+import contextlib
 import copy
 import types
 
@@ -11,7 +12,7 @@ import torch
 from tidegate.errors import SelfTestError
 from tidegate.patch.code import argument_names, global_names, innermost, parts, that_names, with_globals
 from tidegate.patch.gdn_ops import NAMES
-from tidegate.patch.site import RECORD, Record
+from tidegate.patch.site import MISSING, RECORD, Record
 
 FP32_LIMIT = 1e-5  # between two fp32 computations of one function, relative to the largest value
 GLOBAL_NAMES = {name for names in NAMES.values() for name in names}
@@ -31,16 +32,38 @@ def key(module):
     return type(module), tensors, values
 
 
+@contextlib.contextmanager
+def surroundings():
+    """Keeps from the tests what a caller may have set for tensors of his own: default device and type, autocast."""
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float32)
+        with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def plain_copy(module, dtype=None):
     """A copy in eval mode without hooks, whose forwards are those of its classes."""
-    twin = copy.deepcopy(module)
+    memo = {}  # what is in it is not copied: hooks may hold a trainer with all its data
+    for child in module.modules():
+        for name, value in child.__dict__.items():
+            if name in _HOOKS and value:  # not an empty one, which may be shared with others
+                memo[id(value)] = MISSING
+            elif name.endswith("_hooks") and isinstance(value, dict):
+                memo[id(value)] = type(value)()
+    twin = copy.deepcopy(module, memo)
     for child in twin.modules():
         for name in _HOOKS:
             child.__dict__.pop(name, None)
-        for name in ("_forward_hooks", "_forward_pre_hooks"):
-            getattr(child, name).clear()
     twin.requires_grad_(False)
     return twin.eval() if dtype is None else twin.eval().to(dtype)
+
+
+def type_of(module):
+    """The floating type of a module's matrices: single vectors may be wider than what they are used with."""
+    return next((p.dtype for p in module.parameters() if p.dim() == 2 and p.is_floating_point()), torch.float32)
 
 
 def trial_copy(site):
@@ -120,7 +143,7 @@ def of_layer(site):
 
     def test():
         module = site.module
-        dtype = next(module.parameters()).dtype
+        dtype = type_of(module)
         ours, original = trial_copy(site), plain_copy(module)
         reference = original if dtype == torch.float32 else plain_copy(module, torch.float32)
         for twin in (ours, original, reference):

@@ -38,6 +38,7 @@ Sizes check_inputs(std::string_view op, const MoeExpertsInputs& in, const MoeExp
   check_rank(op, {"x", in.x}, 2);
   check_data_type(op, {"x", in.x});
   check_inner_stride(op, {"x", in.x});
+  check(in.x_rows == nullptr || in.x.dtype != DType::kF64, op, ": x_rows: expected none with float64, got a list");
   const std::int64_t T = in.x.sizes[0];
   const std::int64_t H = in.x.sizes[1];
   check_rank(op, {"ids", in.ids}, 2);
