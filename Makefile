@@ -35,7 +35,11 @@ cpp: core  ## build the C++ library and its tests in $(BUILD)
 test: cpp install  ## run all tests: CTest (GoogleTest) and pytest
 	@./scripts/run_tests.sh $(BUILD) $(PY)
 
-demo: install  ## operators on a real layer shape: time, error and ratio to stock PyTorch
+demo: install  ## train, prefill and decode a small model with and without Tidegate: curves, text, speed, differences
+	@$(PY) -m pip install --quiet matplotlib
+	@$(PY) examples/demo.py
+
+demo-operators: install  ## operators on a real layer shape: time, error and ratio to stock PyTorch
 	@$(PY) examples/operators.py
 
 bench: install  ## Tidegate and the peers installed in $(VENV), side by side
@@ -69,4 +73,4 @@ lint: $(VENV)/.ready  ## clang-format, clang-tidy, ruff
 clean:  ## remove everything that was built
 	@rm -rf build build-* .venv .venv-* dist *.log
 
-.PHONY: help system core install cpp test demo bench bench-peers test-matrix test-emulated asan tsan lint clean
+.PHONY: help system core install cpp test demo demo-operators bench bench-peers test-matrix test-emulated asan tsan lint clean
