@@ -34,7 +34,7 @@ def add_arguments(parser):
 def program() -> Path:
     """The C++ program: in the installed package, or in a build folder of the source tree."""
     package = Path(__file__).resolve().parent.parent
-    builds = sorted(package.parent.parent.glob("build*/tests/tidegate_fuzz"), key=os.path.getmtime, reverse=True)
+    builds = sorted(package.parent.parent.glob("build*/tests/fuzz/tidegate_fuzz"), key=os.path.getmtime, reverse=True)
     for place in (package / "_bin" / "tidegate_fuzz", *builds):
         if place.is_file():
             return place
