@@ -7,6 +7,7 @@ BUILD ?= build
 JOBS ?= $(shell nproc)
 # What users of the patch layer have; `make test` without them skips the tests that build models.
 MODELS ?= transformers[kernels] peft accelerate safetensors
+RESULTS ?= bench/results/zen3-2-cores.json
 RELEASES := 5.2.0 5.9.0 5.14.1 5.15.0 5.18.0 newest
 PY := $(VENV)/bin/python
 
@@ -47,6 +48,13 @@ bench: install  ## Tidegate and the peers installed in $(VENV), side by side
 	@cmake --build $(BUILD)-bench --target tidegate_limits
 	@$(PY) bench/run.py --limits $(BUILD)-bench/bench/tidegate_limits
 
+numbers: install  ## measure on this (quiet) machine, store bench/results, write the tables of README and docs/numbers.md
+	@cmake -S . -B $(BUILD)-bench -G Ninja -DTIDEGATE_TESTS=OFF > /dev/null
+	@cmake --build $(BUILD)-bench --target tidegate_limits
+	@$(PY) -m pip install --quiet matplotlib
+	@$(PY) -m tidegate bench --growth --json $(RESULTS) --plots docs/plots
+	@$(PY) bench/numbers.py --results $(RESULTS)
+
 bench-peers: | system  ## the same with every pip-installable peer, in an environment of its own
 	@./bench/peers.sh .venv-peers
 
@@ -67,10 +75,13 @@ asan: | system  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitiz
 tsan: | system  ## C++ tests under ThreadSanitizer
 	@./scripts/sanitize.sh $(BUILD)-tsan thread $(JOBS)
 
+coverage: | system  ## lines and branches of the C++ core that its tests run (needs clang)
+	@./scripts/coverage.sh $(BUILD)-coverage $(JOBS)
+
 lint: $(VENV)/.ready  ## clang-format, clang-tidy, ruff
 	@./scripts/lint.sh $(PY) $(BUILD)-lint
 
 clean:  ## remove everything that was built
 	@rm -rf build build-* .venv .venv-* dist *.log
 
-.PHONY: help system core install cpp test demo demo-operators bench bench-peers test-matrix test-emulated asan tsan lint clean
+.PHONY: help system core install cpp test demo demo-operators bench numbers bench-peers test-matrix test-emulated asan tsan coverage lint clean
