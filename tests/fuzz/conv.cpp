@@ -125,11 +125,11 @@ std::vector<Driver> conv_drivers() {
   return {
       {"conv",
        "causal convolution over packed or batched sequences",
-       {{"dir", "fwd"},
+       {{"dir", "fwd", "fwd|bwd"},
         {"cu", "0,5,5,70"},
         {"D", "48"},
         {"W", "4"},
-        {"act", "silu"},
+        {"act", "silu", "silu|none"},
         {"layout", "tnd"},
         {"heads", "1"},
         {"head_num", "0"},
@@ -160,7 +160,7 @@ std::vector<Driver> conv_drivers() {
         {"W", "4"},
         {"S", "3"},
         {"slots", "4"},
-        {"act", "silu"},
+        {"act", "silu", "silu|none"},
         {"bias", "1"},
         {"w", "f32"}},
        [](Random& random, Line& line) {

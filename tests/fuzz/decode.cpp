@@ -179,8 +179,8 @@ std::vector<Driver> decode_drivers() {
         {"spec", "0"},
         {"bias", "1"},
         {"v_first", "0"},
-        {"state", "f32"},
-        {"proj", "qkv"}},
+        {"state", "f32", "f32|bf16"},
+        {"proj", "qkv", "qkv|qkvz_ba"}},
        [](Random& random, Line& line) {
          draw_heads(random, line);
          line.set("W", random.integer(2, 4));

@@ -122,7 +122,12 @@ void Line::read(std::string_view arguments) {
     if (sign == std::string_view::npos) {
       throw LineError(driver_ + ": expected key=value, got " + std::string(part));
     }
-    set(part.substr(0, sign), std::string(part.substr(sign + 1)));
+    const std::string_view name = part.substr(0, sign);
+    set(name, std::string(part.substr(sign + 1)));
+    const std::vector<std::string_view> words = split(at(name).of, '|');
+    if (!at(name).of.empty() && std::find(words.begin(), words.end(), text(name)) == words.end()) {
+      wrong(name, at(name).of);
+    }
   }
 }
 

@@ -21,6 +21,7 @@ class LineError : public std::runtime_error {
 
 struct Key {
   std::string name, value;
+  std::string of = {};  // words that it may be, with | between them; empty: whoever reads the value checks it
 };
 
 class Line {

@@ -86,9 +86,6 @@ struct Weights {
   bool turned;
 };
 Weights weights_of(const Line& line) {
-  if (!line.is("w", "nk") && !line.is("w", "kn") && !line.is("w", "view")) {
-    throw LineError(line.driver() + ": w: expected nk, kn or view, got " + line.text("w"));
-  }
   return {line.is("w", "nk") ? WeightAxes::kNK : WeightAxes::kKN, line.is("w", "view")};
 }
 Tensor make_weight(Random& random, const Weights& w, DType dtype, std::int64_t G, std::int64_t N, std::int64_t K,
@@ -197,7 +194,7 @@ std::vector<Driver> moe_drivers() {
   return {
       {"route",
        "the router's weights of chosen experts",
-       {{"dir", "fwd"}, {"T", "5"}, {"E", "8"}, {"k", "2"}, {"norm", "1"}, {"probs", "1"}},
+       {{"dir", "fwd", "fwd|bwd"}, {"T", "5"}, {"E", "8"}, {"k", "2"}, {"norm", "1"}, {"probs", "1"}},
        [](Random& random, Line& line) {
          line.set("dir", pick_text(random, {"fwd", "bwd"}));
          line.set("T", pick<std::int64_t>(random, {0, 1, 2, 17, 65}));
@@ -210,7 +207,12 @@ std::vector<Driver> moe_drivers() {
        route},
       {"unpermute",
        "sums over the slots of a token",
-       {{"dir", "fwd"}, {"T", "5"}, {"H", "64"}, {"E", "8"}, {"k", "2"}, {"ids", "random"}},
+       {{"dir", "fwd", "fwd|bwd"},
+        {"T", "5"},
+        {"H", "64"},
+        {"E", "8"},
+        {"k", "2"},
+        {"ids", "random", "random|one|none"}},
        [](Random& random, Line& line) {
          line.set("dir", pick_text(random, {"fwd", "bwd"}));
          line.set("T", pick<std::int64_t>(random, {0, 1, 2, 17, 65}));
@@ -222,13 +224,13 @@ std::vector<Driver> moe_drivers() {
        unpermute},
       {"gmm",
        "products of rows with their group's weight",
-       {{"dir", "fwd"},
+       {{"dir", "fwd", "fwd|bwd"},
         {"rows", "3,0,5"},
         {"tail", "1"},
         {"N", "32"},
         {"K", "64"},
         {"bias", "1"},
-        {"w", "nk"},
+        {"w", "nk", "nk|kn|view"},
         {"wt", "f32"},
         {"gap", "0"}},
        [](Random& random, Line& line) {
@@ -246,15 +248,15 @@ std::vector<Driver> moe_drivers() {
        grouped},
       {"moe",
        "the experts of a layer, with or without a shared one",
-       {{"dir", "fwd"},
+       {{"dir", "fwd", "fwd|bwd"},
         {"T", "17"},
         {"H", "64"},
         {"I", "32"},
         {"E", "8"},
         {"k", "2"},
         {"shared", "0"},
-        {"ids", "random"},
-        {"w", "nk"},
+        {"ids", "random", "random|one|none"},
+        {"w", "nk", "nk|kn|view"},
         {"wt", "f32"},
         {"gap", "0"},
         {"inter", "0"}},

@@ -23,8 +23,8 @@ struct Part {
   Tensor tensor;  // absent: the operator is called without it
   Span span = Span::kWhole;
   int dimension = 0;  // of the tokens or chunks
-  // Outputs: bound of the relative rms error in fp32, what elements are measured against (0: the largest one), and the
-  // rms error of results with roundings inside (0: that of one rounding).
+  // Outputs: bound of the relative rms error in fp32, what elements are measured against at least (the largest one is
+  // too), and the rms error of results with roundings inside (0: that of one rounding).
   double bound = 0.0;
   double scale = 0.0;
   double rms = 0.0;

@@ -121,7 +121,7 @@ std::vector<Driver> quant_drivers() {
        quant},
       {"gmm_quant",
        "int8 products, exact",
-       {{"rows", "3,0,5"}, {"tail", "1"}, {"N", "32"}, {"K", "64"}, {"w", "nk"}, {"gap", "0"}},
+       {{"rows", "3,0,5"}, {"tail", "1"}, {"N", "32"}, {"K", "64"}, {"w", "nk", "nk|kn"}, {"gap", "0"}},
        [](Random& random, Line& line) {
          std::string rows;
          for (std::int64_t g = random.integer(1, 5); g > 0; --g) {

@@ -41,7 +41,7 @@ void draw_rows(Random& random, Line& line) {
   line.set("heads", random.integer(1, 4));
   line.set("D", draw_width(random, 600));
 }
-const std::vector<Key> kRowKeys = {{"dir", "fwd"}, {"rows", "3"}, {"heads", "2"}, {"D", "64"}};
+const std::vector<Key> kRowKeys = {{"dir", "fwd", "fwd|bwd"}, {"rows", "3"}, {"heads", "2"}, {"D", "64"}};
 
 Problem l2norm(const Line& line) {
   Random random = numbers(line);
@@ -204,7 +204,8 @@ std::vector<Driver> row_drivers() {
          line.set("w", pick_text(random, {"f32", "bf16", "f16"}));
        },
        rms_norm},
-      {"rms_norm_gated", "gated RMSNorm", row_keys({{"w", "f32"}, {"act", "silu"}, {"round", "fp32"}}),
+      {"rms_norm_gated", "gated RMSNorm",
+       row_keys({{"w", "f32"}, {"act", "silu", "silu|sigmoid"}, {"round", "fp32", "fp32|hf"}}),
        [](Random& random, Line& line) {
          draw_rows(random, line);
          line.set("w", pick_text(random, {"none", "f32", line.text("in").c_str()}));
@@ -214,13 +215,13 @@ std::vector<Driver> row_drivers() {
        rms_norm_gated},
       {"gating",
        "log decay and write strength",
-       {{"dir", "fwd"},
+       {{"dir", "fwd", "fwd|bwd"},
         {"B", "1"},
         {"T", "7"},
         {"HV", "4"},
         {"layout", "tnd"},
         {"bias", "1"},
-        {"beta", "1"},
+        {"beta", "1", "1|2"},
         {"out", "f32"}},
        [](Random& random, Line& line) {
          line.set("dir", pick_text(random, {"fwd", "bwd"}));
@@ -235,7 +236,7 @@ std::vector<Driver> row_drivers() {
        gating},
       {"rope",
        "rotary embedding of the first R channels",
-       {{"dir", "fwd"},
+       {{"dir", "fwd", "fwd|bwd"},
         {"B", "1"},
         {"T", "7"},
         {"H", "2"},
@@ -244,7 +245,7 @@ std::vector<Driver> row_drivers() {
         {"layout", "ntd"},
         {"w", "f32"},
         {"tables", "0"},
-        {"round", "fp32"}},
+        {"round", "fp32", "fp32|hf"}},
        [](Random& random, Line& line) {
          line.set("dir", pick_text(random, {"fwd", "bwd"}));
          line.set("layout", pick_text(random, {"tnd", "ntd", "bsnd", "bnsd"}));

@@ -197,8 +197,9 @@ void draw_sizes(Random& random, Line& line, std::int64_t least) {
   line.set("V", draw_width(random, std::clamp<std::int64_t>(400000 / work, 3, 128)));
   line.set("h0", random.integer(0, 1));
 }
-const std::vector<Key> kKeys = {{"cu", "0,0,1,65"}, {"HK", "1"}, {"G", "2"},       {"K", "32"},      {"V", "32"},
-                                {"layout", "tnd"},  {"h0", "1"}, {"v_first", "0"}, {"gate", "plain"}};
+const std::vector<Key> kKeys = {{"cu", "0,0,1,65"}, {"HK", "1"},      {"G", "2"},
+                                {"K", "32"},        {"V", "32"},      {"layout", "tnd"},
+                                {"h0", "1"},        {"v_first", "0"}, {"gate", "plain", "plain|softplus|reset"}};
 std::vector<Key> keys(std::initializer_list<Key> first) {
   std::vector<Key> all(first);
   all.insert(all.end(), kKeys.begin(), kKeys.end());
@@ -210,7 +211,7 @@ std::vector<Key> keys(std::initializer_list<Key> first) {
 std::vector<Driver> rule_drivers() {
   return {
       {"gdn", "the gated delta rule over sequences; form=chunk or recurrent, dir=fwd or bwd",
-       keys({{"dir", "fwd"}, {"form", "chunk"}, {"dht", "1"}}),
+       keys({{"dir", "fwd", "fwd|bwd"}, {"form", "chunk", "chunk|recurrent"}, {"dht", "1"}}),
        [](Random& random, Line& line) {
          line.set("dir", pick_text(random, {"fwd", "fwd", "bwd"}));
          line.set("form", line.is("dir", "fwd") ? pick_text(random, {"chunk", "recurrent"}) : "chunk");
