@@ -55,6 +55,12 @@ numbers: install  ## measure on this (quiet) machine, store bench/results, write
 	@$(PY) -m tidegate bench --growth --json $(RESULTS) --plots docs/plots
 	@$(PY) bench/numbers.py --results $(RESULTS)
 
+bench-ep: install  ## expert parallelism beside MPI_Alltoallv and Transformers' all_to_all over gloo
+	@./scripts/system_packages.sh openmpi-bin libopenmpi-dev
+	@cmake -S . -B $(BUILD)-bench -G Ninja -DTIDEGATE_TESTS=OFF > /dev/null
+	@cmake --build $(BUILD)-bench --target tidegate_ep_bench
+	@$(PY) bench/ep/run.py --program $(BUILD)-bench/bench/tidegate_ep_bench
+
 bench-peers: | system  ## the same with every pip-installable peer, in an environment of its own
 	@./bench/peers.sh .venv-peers
 
@@ -84,4 +90,4 @@ lint: $(VENV)/.ready  ## clang-format, clang-tidy, ruff
 clean:  ## remove everything that was built
 	@rm -rf build build-* .venv .venv-* dist *.log
 
-.PHONY: help system core install cpp test demo demo-operators bench numbers bench-peers test-matrix test-emulated asan tsan coverage lint clean
+.PHONY: help system core install cpp test demo demo-operators bench numbers bench-ep bench-peers test-matrix test-emulated asan tsan coverage lint clean

@@ -1,5 +1,7 @@
 """Tidegate: the operators of gated-delta + MoE models (Qwen3-Next, Qwen3.5, Qwen3.6 and relatives), fast on CPUs."""
 
+import importlib
+
 from tidegate._native import __version__, isa, ops, set_isa
 from tidegate.check import check, check_isolation
 from tidegate.decode import gdn_packed_decode
@@ -67,3 +69,9 @@ __all__ = [
     "unpatch",
     "unregister",
 ]
+
+
+def __getattr__(name):
+    if name == "ep":  # imported when it is used: torch.distributed takes its time
+        return importlib.import_module("tidegate.ep")
+    raise AttributeError(f"module 'tidegate' has no attribute {name!r}")

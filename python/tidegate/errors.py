@@ -29,5 +29,9 @@ class IsolationError(RuntimeError):
     """A sample of a packed batch changed another one."""
 
 
+class ExpertParallelError(RuntimeError):
+    """Another rank failed, died or did not come, or the ranks disagree; the text names it. The buffer needs a reset."""
+
+
 class TidegateFallbackWarning(UserWarning):
     """Something runs in plain torch because the native library cannot do it; the text says why and what to do."""

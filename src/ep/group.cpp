@@ -16,9 +16,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A rank on another core answers within microseconds; then its core may be ours, so let it run; then sleep.
+// A rank on another core answers within microseconds. Then its core may be ours, so let it run. Then sleep: waking up
+// takes about as long as the yields before it.
 constexpr int kSpins = 200;
-constexpr int kYields = 20;
+constexpr double kYieldSeconds = 200e-6;
 constexpr int kSleepMilliseconds = 20;  // how late a failure elsewhere may be noticed
 
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
@@ -127,7 +128,7 @@ void Group::wait_for(std::string_view name, int of, std::uint32_t g, Clock::time
       return;
     }
   }
-  for (int i = 0; i < kYields; ++i) {
+  for (const Clock::time_point yields = Clock::now(); seconds_since(yields) < kYieldSeconds;) {
     sched_yield();
     if (arrived(of, g)) {
       return;

@@ -14,16 +14,19 @@ For Transformers models: `tidegate.ep.register()` before the model is built with
 
 from tidegate.ep.buffer import Buffer, Handle, node_id
 from tidegate.ep.functions import combine, dispatch, experts
-from tidegate.ep.style import ep_enabled, register, unregister
+from tidegate.ep.nodes import NodesBuffer
+from tidegate.ep.style import ep_enabled, parallelize, register, unregister
 
 __all__ = [
     "Buffer",
     "Handle",
+    "NodesBuffer",
     "combine",
     "dispatch",
     "ep_enabled",
     "experts",
     "node_id",
+    "parallelize",
     "register",
     "unregister",
 ]

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tidegate import _native, options
+from tidegate.errors import ExpertParallelError
 
 
 def _ops():
@@ -16,14 +17,14 @@ def _ops():
 
 
 def call(name, *args):
-    """An operator of the native library; a failed check arrives as ValueError or TypeError, as everywhere."""
+    """An operator of the native library. A failed check arrives as ValueError or TypeError, as everywhere; what another
+    rank did, or did not do, as ExpertParallelError."""
     try:
         return getattr(_ops(), name)(*args)
     except _native.NATIVE_ERRORS as error:
-        translated = _native._translate(error)
-        if translated is None:
-            raise RuntimeError(str(error).split("\n", 1)[0]) from None
-        raise translated from None
+        line = str(error).split("\n", 1)[0]
+        translated = None if ": group " in line else _native._translate(error)
+        raise translated or ExpertParallelError(line) from None
 
 
 def node_id(configured=None):

@@ -7,7 +7,7 @@ dispatch whether a backward will come.
 
 import torch
 
-from tidegate.ep.buffer import call
+from tidegate.ep.buffer import Buffer, call
 
 tidegate_ops = torch.ops.tidegate
 
@@ -53,13 +53,12 @@ class _Combine(torch.autograd.Function):
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, buffer, x, ids, weights, gate_up, down, weight_axes):
-        handle = buffer.dispatch(x, ids, weights, needs_backward=True)
+        handle = buffer.dispatch(x, ids, weights, needs_backward=any(ctx.needs_input_grad))
         rows = buffer.expand(handle)
         ones = torch.ones_like(handle.row_weights)
         options = {"weight_axes": weight_axes}
         y = tidegate_ops.moe_experts_fwd(rows, handle.row_expert, ones, gate_up, down, round_y=True, **options)
         ctx.save_for_backward(rows, gate_up, down)
-        handle.weights = None
         ctx.buffer, ctx.handle, ctx.options, ctx.weights_dtype = buffer, handle, options, weights.dtype
         return buffer.combine(y, handle)[0]
 
@@ -118,10 +117,12 @@ def experts(buffer, x, ids, weights, gate_up, down, *, weight_axes="nk"):
     """The experts of all ranks on the tokens of this one: out [T,H].
 
     x [T,H], ids and weights [T,K] with ids of all experts; gate_up [local experts, 2I, H] and down
-    [local experts, H, I] are those of this rank. Any number of processes gives the bits of one, in out and in all gradients: an expert sees
-    its tokens in the order of ranks, and results are rounded to x's type before they are summed, as
-    tidegate.moe_experts(..., round_y=True) does.
+    [local experts, H, I] are those of this rank. Any number of processes gives the bits of one, in out and in all
+    gradients: an expert sees its tokens in the order of ranks, and results are rounded to x's type before they are
+    summed, as tidegate.moe_experts(..., round_y=True) does.
     """
     if _wants_grad(x, weights, gate_up, down):
+        return _Experts.apply(buffer, x, ids, weights, gate_up, down, weight_axes)
+    if not isinstance(buffer, Buffer):  # over several nodes
         return _Experts.apply(buffer, x, ids, weights, gate_up, down, weight_axes)
     return call("experts", buffer.number, x, ids, weights, gate_up, down, weight_axes, None)

@@ -161,6 +161,26 @@ TEST(MoeExperts, OnlyWhatIsNeeded) {
   });
 }
 
+TEST(MoeExperts, RowsByPointer) {
+  Random random;
+  for (const DType dtype : kKernelTypes) {
+    const ExpertsCase e = make_experts(random, {.T = 11, .H = 40, .I = 24, .E = 3, .k = 2, .dtype = dtype});
+    Tensor want = like(e.x), got = like(e.x);
+    moe_experts_fwd(e.inputs(), want);
+    std::vector<Tensor> rows;  // each on a page of its own
+    std::vector<const void*> pointers;
+    for (std::int64_t t = 0; t < e.c.T; ++t) {
+      rows.push_back(copied(part(e.x, 0, t, t + 1)));
+      pointers.push_back(rows.back().view().data);
+    }
+    MoeExpertsInputs in = e.inputs();
+    in.x.data = nullptr;
+    in.x_rows = pointers.data();
+    moe_experts_fwd(in, got);
+    EXPECT_TRUE(same_bits(got, want));
+  }
+}
+
 TEST(MoeExperts, PairsThatAreNotRoutedCostAndGiveNothing) {
   Random random;
   ExpertsCase e = make_experts(random, {4, 16, 8, 3, 2, 0});
