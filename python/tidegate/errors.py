@@ -29,5 +29,9 @@ class IsolationError(RuntimeError):
     """A sample of a packed batch changed another one."""
 
 
+class SequenceParallelError(RuntimeError):
+    """A step cannot run sequence-parallel; all ranks of the group raise it, with the same text."""
+
+
 class TidegateFallbackWarning(UserWarning):
     """Something runs in plain torch because the native library cannot do it; the text says why and what to do."""
