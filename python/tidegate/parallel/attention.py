@@ -1,7 +1,7 @@
 """Full attention on a shard of tokens: by heads, or block by block with the keys of the shards before it.
 
-Both are causal and keep sequences apart. Blocks are merged by the logarithms of their softmax sums, so a rank never holds
-more than its own keys and those of two other ranks.
+Both are causal and keep sequences apart. Blocks are merged by the logarithms of their softmax sums, so a rank never
+holds more than its own keys and those of two other ranks.
 """
 
 import torch

@@ -10,7 +10,7 @@ def _columns(ranges, widths, rank):
 
 
 def to_heads(plan, ranges, tensors):
-    """Tensors [own tokens, heads, width] -> the same with all tokens and this rank's heads; one message a pair of ranks.
+    """Tensors [own tokens, heads, width] -> the same with all tokens and this rank's heads; one exchange.
 
     ranges[i][r]: (first, last) head of tensor i for rank r. All tensors have one type.
     """

@@ -222,8 +222,8 @@ def sequence_parallel(model, group_or_mesh=None, mode="auto", *, attention="auto
     """Cuts the tokens of every forward of a patched model among the ranks of a group; see docs/sequence-parallel.md.
 
     mode: how linear attention goes: "heads", "chain", "scan", "auto" (the cheapest as measured here), or "off".
-    attention: "heads", "ring" or "auto". grad_reduction: what becomes of parameter gradients over these ranks, "mean" or
-    "sum"; only training needs it. Without a group of more than one process the model is left alone.
+    attention: "heads", "ring" or "auto". grad_reduction: what becomes of parameter gradients over these ranks, "mean"
+    or "sum"; only training needs it. Without a group of more than one process the model is left alone.
     """
     for name, value, known in (
         ("mode", mode, ("auto", "off", *choice.LINEAR)),

@@ -1,4 +1,4 @@
-"""A batch as one flat row of real tokens: packed rows as they are, other batches row after row without their padding."""
+"""A batch as one flat row of real tokens: packed rows as they are, others row after row without their padding."""
 
 import dataclasses
 

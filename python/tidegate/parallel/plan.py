@@ -1,8 +1,8 @@
 """Who holds which tokens, and what has to cross from shard to shard: pure functions of the boundaries.
 
 Tokens of a step lie in one flat row; sequences are cut out of it by `cu` (no empty ones), shards by `starts`. A shard's
-piece of a sequence is a fragment. A shard takes a state if its first fragment does not begin its sequence, and gives one
-if its last fragment does not end its own.
+piece of a sequence is a fragment. A shard takes a state if its first fragment does not begin its sequence, and gives
+one if its last fragment does not end its own.
 """
 
 import bisect

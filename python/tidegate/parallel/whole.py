@@ -1,7 +1,7 @@
 """From shards to whole tensors and to one loss, with gradients as one process has them.
 
-Every rank then computes the same from the whole tensor, so a rank's gradient is its own slice; where parameter gradients
-are averaged over the ranks it is multiplied by their number, which the mean divides by.
+Every rank then computes the same from the whole tensor, so a rank's gradient is its own slice; where parameter
+gradients are averaged over the ranks it is multiplied by their number, which the mean divides by.
 """
 
 import torch
@@ -13,8 +13,8 @@ from tidegate.errors import SequenceParallelError
 def gradient_scale(scale):
     if scale is None:
         raise SequenceParallelError(
-            "a gradient is wanted, but grad_reduction is not set: pass grad_reduction='mean' to sequence_parallel if the "
-            "gradients of parameters are averaged over its ranks (FSDP2, DDP), 'sum' if they are added up"
+            "a gradient is wanted, but grad_reduction is not set: pass grad_reduction='mean' to sequence_parallel if "
+            "the gradients of parameters are averaged over its ranks (FSDP2, DDP), 'sum' if they are added up"
         )
     return scale
 
