@@ -7,6 +7,7 @@ import datetime
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from typing import NamedTuple
 
@@ -41,18 +42,20 @@ def _worker(rank, world, port, load, names, results):
             found[name] = cases[name](ranks)
         except BaseException:
             found[name] = f"rank {rank}: {traceback.format_exc()}"
-    everyone = [None] * world
-    dist.all_gather_object(everyone, found)
-    if rank == 0:
-        torch.save({name: [of[name] for of in everyone if of[name]] for name in names}, results)
-    dist.destroy_process_group()
+    torch.save(found, f"{results}.{rank}")  # not gathered: ranks of small groups have nothing to do for a while
+    # The store lives in rank 0; others may still need it.
+    store = dist.distributed_c10d._get_default_store()
+    store.add("done", 1)
+    while rank == 0 and store.add("done", 0) < world:
+        time.sleep(0.05)
 
 
 def run(load, names, world, folder):
     """Runs the cases load()[name] on `world` processes; returns what failed, by name (an empty list: nothing)."""
-    results = str(folder / "results.pt")
+    results = str(folder / "results")
     multiprocessing.set_forkserver_preload(["torch", "tidegate"])
     mp.start_processes(
         _worker, (world, _free_port(), load, list(names), results), nprocs=world, start_method="forkserver"
     )
-    return torch.load(results)
+    everyone = [torch.load(f"{results}.{rank}") for rank in range(world)]
+    return {name: [of[name] for of in everyone if of[name]] for name in names}

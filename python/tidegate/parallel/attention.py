@@ -11,11 +11,17 @@ from tidegate.packed.attention import _backward as block_backward
 from tidegate.packed.attention import _forward as block_forward
 from tidegate.packed.attention import packed_attention, packed_attention_bwd
 from tidegate.parallel.exchange import ToHeads, ToTokens
-from tidegate.parallel.plan import shares
+from tidegate.parallel.plan import fill_up, shares
 
 
 def attend(plan, query, key, value, scale):
-    """query [1,H,T,D], key and value [1,Hkv,T,D] of this rank's tokens -> [1,T,H,D]"""
+    """query [1,H,T,D], key and value [1,Hkv,T,D] of this rank's tokens -> [1,T,H,D]; padding behind them gets zeros."""
+    rows = query.shape[2]
+    query, key, value = (x[:, :, : plan.own.tokens] for x in (query, key, value))
+    return fill_up(_attend(plan, query, key, value, scale), rows)
+
+
+def _attend(plan, query, key, value, scale):
     if plan.attention == "ring":
         return Ring.apply(plan, scale, query, key, value).transpose(1, 2)
     H, Hkv = query.shape[1], key.shape[1]

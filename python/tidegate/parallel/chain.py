@@ -51,7 +51,8 @@ class ChainRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do):
         plan, options, groups = ctx.plan, ctx.options, ctx.groups
-        inputs, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        saved = ctx.saved_tensors  # once: recomputation allows no second look
+        inputs, kept = saved[:7], saved[7:]
         link, own, HK = plan.link, plan.own, inputs[0].shape[options.head_dim]
         gradients = rule.Gradients(options, inputs, ctx.needs_input_grad[2:])
         coming = [

@@ -89,12 +89,16 @@ class SequenceParallel:
         self.plan = plan = self._plan(found, starts)
         own = plan.own
         local = {name: x[:, own.begin : own.end] for name, x in found.tokens.items()}
-        embeds = local.get("inputs_embeds")
-        if wants_gradient and not embeds.requires_grad:  # else this rank would miss messages of the backward
-            local["inputs_embeds"] = embeds.detach().requires_grad_()
         if found.items is not None and "num_items_in_batch" not in found.others:
             local["num_items_in_batch"] = found.items
         positions = found.positions[..., own.begin : own.end]
+        if not own.tokens:  # models do not run on nothing; layers and the loss leave this row out
+            positions = torch.nn.functional.pad(positions, (0, 1))
+            for name in local.keys() & {"input_ids", "inputs_embeds"}:
+                local[name] = local[name].new_zeros(1, 1, *local[name].shape[2:])
+        embeds = local.get("inputs_embeds")
+        if wants_gradient and not embeds.requires_grad:  # else this rank would miss messages of the backward
+            local["inputs_embeds"] = embeds.detach().requires_grad_()
         return {**found.others, **local, "position_ids": positions, "sequence_parallel": plan}
 
     def _read(self, batch, starts):

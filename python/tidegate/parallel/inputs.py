@@ -120,16 +120,23 @@ def read(arguments, padding_free, why_not):
     )
 
 
+def _refuse_labels_from_padding(shifted, kept):
+    """Padding is not computed, so nothing may be predicted from it."""
+    lost = None if shifted is None else ((shifted != IGNORED) & ~kept).nonzero()
+    if lost is not None and len(lost):
+        row, token = lost[0].tolist()
+        raise SequenceParallelError(
+            f"labels[{row},{token + 1}]: expected {IGNORED}, got {int(shifted[row, token])}: the token before it is "
+            "padding, which sequence parallelism drops"
+        )
+
+
 def _flat(tokens, positions, kept, shape, others):
     B, T = shape
     places, lengths = None, [T] * B
     if kept is not None:
         places, lengths = kept.flatten().nonzero()[:, 0], kept.sum(1).tolist()
-        lost = tokens.get("shift_labels")
-        if lost is not None and bool((lost[~kept] != IGNORED).any()):
-            raise SequenceParallelError(
-                f"labels: expected {IGNORED} in and after padding, got others: padding is dropped before tokens are cut"
-            )
+        _refuse_labels_from_padding(tokens.get("shift_labels"), kept)
 
     def row(x, first):
         """Dimensions first and first + 1 are [B,T]."""

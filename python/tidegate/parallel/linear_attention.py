@@ -9,7 +9,7 @@ from tidegate.delta_rule import _trains
 from tidegate.parallel.chain import ChainRule
 from tidegate.parallel.exchange import ToHeads, ToTokens
 from tidegate.parallel.halo import HaloConv
-from tidegate.parallel.plan import shares
+from tidegate.parallel.plan import fill_up, shares
 from tidegate.parallel.rule import RuleOptions
 from tidegate.parallel.scan import ScanRule
 from tidegate.patch.gdn_forward import conv_parameters, gated_norm, plain, release_conv
@@ -82,13 +82,15 @@ def by_states(plan, sizes, mixed, a, b, weight, bias, A_log, dt_bias, beta_scale
 
 
 def forward(layer, spec, x, plan, rounding):
-    """What gdn_forward.prefill does, for a shard."""
+    """What gdn_forward.prefill does, for a shard. Rows of x beyond the shard's tokens are padding and get zeros."""
     sizes = HK, HV, K, V = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     mixed, z, a, b = spec.project(layer, x)
     weight, bias = conv_parameters(layer, spec.convs)
     mix = by_heads if plan.linear == "heads" else by_states
     beta_scale = 2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0
+    mixed, a, b = (t[:, : plan.own.tokens] for t in (mixed, a, b))
     o = mix(plan, sizes, mixed, a, b, weight, bias, plain(layer.A_log, "A_log"), layer.dt_bias, beta_scale)
     release_conv(layer, spec.convs)
+    o = fill_up(o, x.shape[1])
     o = gated_norm(layer, spec, o, z.view(*z.shape[:2], HV, V), rounding)
     return getattr(layer, spec.out)(o.flatten(2))

@@ -15,7 +15,7 @@ class Traffic(NamedTuple):
 
 
 def _bytes(tensor):
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 class Link:

@@ -55,6 +55,9 @@ def parallel_forward(module, *args, **kwargs):
     as_dict = arguments.pop("return_dict", True)
     balance = labels is not None or shifted is not None
     out = _original(site, module, {**arguments, "use_cache": False, "return_dict": True})
+    for name in ("logits", "last_hidden_state"):
+        if getattr(out, name, None) is not None:
+            setattr(out, name, getattr(out, name)[:, : plan.own.tokens])
     if balance and getattr(out, "logits", None) is not None:
         out.loss = total(_cross_entropy(module, out.logits, shifted, items), plan)
     if getattr(out, "aux_loss", None) is not None:

@@ -177,5 +177,10 @@ class SpPlan:
         return shares(heads, count)
 
 
+def fill_up(x, rows):
+    """x [1,T,A,B] with rows of zeros behind its tokens."""
+    return x if x.shape[1] == rows else torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows - x.shape[1]))
+
+
 def offsets(values):
     return torch.tensor(values, dtype=torch.int32)

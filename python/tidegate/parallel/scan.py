@@ -68,7 +68,8 @@ class ScanRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do):
         plan, options = ctx.plan, ctx.options
-        inputs, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        saved = ctx.saved_tensors  # once: recomputation allows no second look
+        inputs, kept = saved[:7], saved[7:]
         later = dict(zip(plan.after, kept[: len(plan.after)], strict=True))
         kept = kept[len(plan.after) :]
         saved = {part.begin: kept[2 * i : 2 * i + 2] for i, part in enumerate(plan.parts)}
