@@ -25,6 +25,10 @@ class PackedInputError(ValueError):
     """The description of a packed batch is missing, wrong or contradictory."""
 
 
+class ReplayError(ValueError):
+    """A replay of expert choices that does not fit what was recorded."""
+
+
 class IsolationError(RuntimeError):
     """A sample of a packed batch changed another one."""
 
