@@ -37,5 +37,9 @@ class ExpertParallelError(RuntimeError):
     """Another rank failed, died or did not come, or the ranks disagree; the text names it. The buffer needs a reset."""
 
 
+class SequenceParallelError(RuntimeError):
+    """A step cannot run sequence-parallel; all ranks of the group raise it, with the same text."""
+
+
 class TidegateFallbackWarning(UserWarning):
     """Something runs in plain torch because the native library cannot do it; the text says why and what to do."""

@@ -121,7 +121,8 @@ def _demand(root, sites, asked, options, notes):
     problems += [f"found no place for {op!r}" for op in asked if op not in taken and options.on(OPS[op])]
     layers = modules.linear_layers(root)
     if layers and options.on("gdn") and (not asked or "gdn_layer" in asked):
-        count = sum(site.op == "gdn_layer" and not site.verdict for site in sites)
+        found = {id(site.module) for site in sites if site.op == "gdn_layer" and not site.verdict}
+        count = sum(id(module) in found for _, module in root.named_modules(remove_duplicate=False))
         if count < layers:
             problems.append(f"found {count} of {layers} linear-attention layers")
     if not problems:

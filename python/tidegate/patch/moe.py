@@ -121,8 +121,7 @@ def find(root, options):
         if not is_experts(module):
             continue
         config = module.__dict__.get("config")
-        asks = NAMES[0] in attribute_names(type(module).forward)
-        if not asks or not hasattr(config, NAMES[0]) or not hasattr(module, "is_transposed"):
+        if not hasattr(config, NAMES[0]) or NAMES[0] not in attribute_names(type(module).forward):
             why = f"{type(module).__name__} does not ask Transformers' registry of experts functions"
             sites.append(Site(path, EXPERTS, module).refuse(why))
             continue
