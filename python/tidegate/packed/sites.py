@@ -2,6 +2,8 @@
 
 import functools
 
+import torch
+
 from tidegate.packed import attention, support
 from tidegate.packed.forward import prepare
 from tidegate.patch import registry
@@ -34,7 +36,9 @@ def _text_forward(padding_free, refusal):
             **kwargs,
         )
         tokens = input_ids if input_ids is not None else inputs_embeds
-        if tokens is not None:  # else the original says what is missing
+        if kwargs.get("sequence_parallel") is not None:  # a shard; the whole batch was checked before it was cut
+            arguments["attention_mask"] = torch.empty(1, 1, 0, 0, dtype=torch.bool)  # so that no mask is made
+        elif tokens is not None:  # else the original says what is missing
             why_not = functools.partial(_why_not, self, refusal)
             arguments = prepare(padding_free, why_not, arguments, tokens.shape[0], tokens.shape[1])
         return call_original(self, PACKED, **arguments)

@@ -55,9 +55,10 @@ def _names(ops):
 def finders():
     """The functions find(root, options) -> sites, in the order in which sites are installed."""
     from tidegate.packed.sites import find_attention, find_packed
-    from tidegate.patch import gdn, linear, moe, norms, rope
+    from tidegate.patch import gdn, linear, moe, norms, rope, router
 
-    return [gdn.find, norms.find_gated, norms.find, rope.find, linear.find, moe.find, find_attention, find_packed]
+    parts = [gdn.find, norms.find_gated, norms.find, rope.find, linear.find, router.find, moe.find]
+    return [*parts, find_attention, find_packed]
 
 
 def _find(root, asked, options):

@@ -175,6 +175,11 @@ def fused_forward(spec, rounding):
         if rest:  # (attention_mask,), or (cache_position, attention_mask) in the oldest releases
             attention_mask = rest[-1]
         x, T = hidden_states, hidden_states.shape[1]
+        plan = kwargs.get("sequence_parallel")
+        if plan is not None:
+            from tidegate.parallel import linear_attention
+
+            return linear_attention.forward(self, spec, x, plan, rounding)
         mask = attention_mask
         if mask is not None:
             mask = mask[:, mask.shape[1] - T :] if mask.dim() == 2 else None
