@@ -2,7 +2,7 @@
 # Features are listed one by one: g++ 12 does not know -march=znver4. -O3 always: at -O2 g++ 12 leaves tile loops
 # rolled. Contraction is off so that only an fma written in a kernel is an fma.
 set(TIDEGATE_ISAS scalar avx2 avx512 avx512_bf16)
-set(TIDEGATE_OPTIMISE -O3)
+set(TIDEGATE_OPTIMISE -O3 CACHE STRING "of kernels; less only to look at something else than their speed")
 if(TIDEGATE_SANITIZE)
   set(TIDEGATE_OPTIMISE -O1)  # with a sanitizer, g++ 12 works on an -O3 kernel for minutes; the accesses are the same
 endif()
