@@ -7,6 +7,7 @@ BUILD ?= build
 JOBS ?= $(shell nproc)
 # What users of the patch layer have; `make test` without them skips the tests that build models.
 MODELS ?= transformers[kernels] peft accelerate safetensors
+RESULTS ?= bench/results/zen3-2-cores.json
 RELEASES := 5.2.0 5.9.0 5.14.1 5.15.0 5.18.0 newest
 PY := $(VENV)/bin/python
 
@@ -20,23 +21,45 @@ system:
 $(VENV)/.ready: pyproject.toml scripts/venv.sh | system
 	@./scripts/venv.sh $(VENV) $(PYTHON) '$(TORCH)' $(MODELS)
 
-install: $(VENV)/.ready  ## build the wheel and install it into $(VENV)
-	@$(PY) -m pip install --quiet --no-deps . && echo "installed into $(VENV)"
-
-cpp: | system  ## build the C++ library and its tests in $(BUILD)
+core: | system
 	@cmake -S . -B $(BUILD) -G Ninja -DTIDEGATE_BENCH=OFF > $(BUILD).log 2>&1 || { cat $(BUILD).log; exit 1; }
+	@cmake --build $(BUILD) -j $(JOBS) --target tidegate_static
+
+# Plain `pip install .` does the same in one go; here the core that the C++ tests link is not compiled a second time.
+install: $(VENV)/.ready core  ## build the wheel and install it into $(VENV)
+	@$(PY) -m pip install --quiet --no-deps -C cmake.define.TIDEGATE_CORE=$(abspath $(BUILD))/libtidegate.a . \
+	  && echo "installed into $(VENV)"
+
+cpp: core  ## build the C++ library and its tests in $(BUILD)
 	@cmake --build $(BUILD) -j $(JOBS)
 
 test: cpp install  ## run all tests: CTest (GoogleTest) and pytest
 	@./scripts/run_tests.sh $(BUILD) $(PY)
 
-demo: install  ## operators on a real layer shape: time, error and ratio to stock PyTorch
+demo: install  ## train, prefill and decode a small model with and without Tidegate: curves, text, speed, differences
+	@$(PY) -m pip install --quiet matplotlib
+	@$(PY) examples/demo.py
+
+demo-operators: install  ## operators on a real layer shape: time, error and ratio to stock PyTorch
 	@$(PY) examples/operators.py
 
 bench: install  ## Tidegate and the peers installed in $(VENV), side by side
 	@cmake -S . -B $(BUILD)-bench -G Ninja -DTIDEGATE_TESTS=OFF > /dev/null
 	@cmake --build $(BUILD)-bench --target tidegate_limits
 	@$(PY) bench/run.py --limits $(BUILD)-bench/bench/tidegate_limits
+
+numbers: install  ## measure on this (quiet) machine, store bench/results, write the tables of README and docs/numbers.md
+	@cmake -S . -B $(BUILD)-bench -G Ninja -DTIDEGATE_TESTS=OFF > /dev/null
+	@cmake --build $(BUILD)-bench --target tidegate_limits
+	@$(PY) -m pip install --quiet matplotlib
+	@$(PY) -m tidegate bench --growth --json $(RESULTS) --plots docs/plots
+	@$(PY) bench/numbers.py --results $(RESULTS)
+
+bench-ep: install  ## expert parallelism beside MPI_Alltoallv and Transformers' all_to_all over gloo
+	@./scripts/system_packages.sh openmpi-bin libopenmpi-dev
+	@cmake -S . -B $(BUILD)-bench -G Ninja -DTIDEGATE_TESTS=OFF > /dev/null
+	@cmake --build $(BUILD)-bench --target tidegate_ep_bench
+	@$(PY) bench/ep/run.py --program $(BUILD)-bench/bench/tidegate_ep_bench
 
 bench-peers: | system  ## the same with every pip-installable peer, in an environment of its own
 	@./bench/peers.sh .venv-peers
@@ -58,10 +81,13 @@ asan: | system  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitiz
 tsan: | system  ## C++ tests under ThreadSanitizer
 	@./scripts/sanitize.sh $(BUILD)-tsan thread $(JOBS)
 
+coverage: | system  ## lines and branches of the C++ core that its tests run (needs clang)
+	@./scripts/coverage.sh $(BUILD)-coverage $(JOBS)
+
 lint: $(VENV)/.ready  ## clang-format, clang-tidy, ruff
 	@./scripts/lint.sh $(PY) $(BUILD)-lint
 
 clean:  ## remove everything that was built
 	@rm -rf build build-* .venv .venv-* dist *.log
 
-.PHONY: help system install cpp test demo bench bench-peers test-matrix test-emulated asan tsan lint clean
+.PHONY: help system core install cpp test demo demo-operators bench numbers bench-ep bench-peers test-matrix test-emulated asan tsan coverage lint clean

@@ -155,6 +155,7 @@ def main():
         calls = {"stock": makers[name](stock), "patched": makers[name](patched)}
         t = medians(calls, options.reps, warmup=1)
         rows.append([name, f"{t['stock']:.3f} s", f"{t['patched']:.3f} s", f"{t['stock'] / t['patched']:.2f}x"])
+        print(*rows[-1], flush=True)  # the next item may take minutes
         profiles += [f"{name}, {which}: {where(call)}" for which, call in calls.items()]
     table(f"{options.model}, {options.tokens} tokens", ["", "stock", "patched", "faster"], rows)
     print("\nWhere the time goes:\n" + "\n".join(f"- {line}" for line in profiles))

@@ -2,7 +2,11 @@
 # Features are listed one by one: g++ 12 does not know -march=znver4. -O3 always: at -O2 g++ 12 leaves tile loops
 # rolled. Contraction is off so that only an fma written in a kernel is an fma.
 set(TIDEGATE_ISAS scalar avx2 avx512 avx512_bf16)
-set(TIDEGATE_FLAGS_common -O3 -ffp-contract=off -fno-math-errno -fno-exceptions -fno-rtti)
+set(TIDEGATE_OPTIMISE -O3 CACHE STRING "of kernels; less only to look at something else than their speed")
+if(TIDEGATE_SANITIZE)
+  set(TIDEGATE_OPTIMISE -O1)  # with a sanitizer, g++ 12 works on an -O3 kernel for minutes; the accesses are the same
+endif()
+set(TIDEGATE_FLAGS_common ${TIDEGATE_OPTIMISE} -ffp-contract=off -fno-math-errno -fno-exceptions -fno-rtti)
 set(TIDEGATE_FLAGS_scalar)
 set(TIDEGATE_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi2)
 set(TIDEGATE_FLAGS_avx512 ${TIDEGATE_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
@@ -15,25 +19,28 @@ if(TIDEGATE_EMULATE_AVX512)
   set(TIDEGATE_FLAGS_avx512_bf16 ${TIDEGATE_FLAGS_avx512})
 endif()
 
+# tidegate_add_kernel(<name> <file>): compiles a file once per instruction set.
+function(tidegate_add_kernel name file)
+  foreach(isa ${TIDEGATE_ISAS})
+    set(target kernel_${name}_${isa})
+    add_library(${target} OBJECT ${file})
+    target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/include)
+    target_compile_definitions(${target} PRIVATE TIDEGATE_ISA=${isa})
+    target_compile_options(${target} PRIVATE ${TIDEGATE_WARNINGS} ${TIDEGATE_FLAGS_common} ${TIDEGATE_FLAGS_${isa}})
+    set_property(GLOBAL APPEND PROPERTY TIDEGATE_KERNELS ${target})
+  endforeach()
+endfunction()
+
 # tidegate_add_operator(<name> [more sources]): src/ops/<name>/ holds <name>.cpp (checks, partition, dispatch), reference.cpp,
 # kernel.cpp (compiled once per instruction set), test.cpp (and more *_test.cpp) and bench.cpp. An operator that only puts
 # the kernels of others together has neither reference.cpp nor kernel.cpp.
 function(tidegate_add_operator name)
   set(dir ${PROJECT_SOURCE_DIR}/src/ops/${name})
   target_sources(tidegate_objects PRIVATE ${dir}/${name}.cpp ${ARGN})
-  set(isas)
   if(EXISTS ${dir}/kernel.cpp)
     target_sources(tidegate_objects PRIVATE ${dir}/reference.cpp)
-    set(isas ${TIDEGATE_ISAS})
+    tidegate_add_kernel(${name} ${dir}/kernel.cpp)
   endif()
-  foreach(isa ${isas})
-    set(target kernel_${name}_${isa})
-    add_library(${target} OBJECT ${dir}/kernel.cpp)
-    target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/include)
-    target_compile_definitions(${target} PRIVATE TIDEGATE_ISA=${isa})
-    target_compile_options(${target} PRIVATE ${TIDEGATE_WARNINGS} ${TIDEGATE_FLAGS_common} ${TIDEGATE_FLAGS_${isa}})
-    set_property(GLOBAL APPEND PROPERTY TIDEGATE_KERNELS ${target})
-  endforeach()
   file(GLOB tests CONFIGURE_DEPENDS ${dir}/*test.cpp)
   set_property(GLOBAL APPEND PROPERTY TIDEGATE_TESTS ${tests})
   if(EXISTS ${dir}/bench.cpp)

@@ -10,7 +10,7 @@ ctest --test-dir "$build" --output-on-failure -j "$(nproc)" 2>&1 | tee "$log" | 
 [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
 cpp=$(sed -nE 's/.*tests passed, ([0-9]+) tests? failed out of ([0-9]+).*/\1 \2/p' "$log" | tail -n 1)
 read -r cpp_failed cpp_total <<<"${cpp:-1 1}"
-"$python" -m pytest -q 2>&1 | tee "$log"
+./scripts/pytest.sh "$python" 2>&1 | tee "$log"
 [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
 ./scripts/test_transformers.sh "$python" 5.14.1 newest+fla 2>&1 | tee -a "$log"
 [ "${PIPESTATUS[0]}" -eq 0 ] || status=1

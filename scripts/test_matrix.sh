@@ -17,6 +17,6 @@ for version in "$@"; do
   fi
   "$venv/bin/python" -m pip install --quiet --no-deps --force-reinstall "$dist"/*.whl
   echo "== torch $("$venv/bin/python" -c 'import torch; print(torch.__version__)'), wheel built against $oldest"
-  "$venv/bin/python" -m pytest -q tests || status=1
+  ./scripts/pytest.sh "$venv/bin/python" tests || status=1
 done
 exit $status

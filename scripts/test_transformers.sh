@@ -75,6 +75,6 @@ for cell in "$@"; do
   echo "== Transformers $("$python" -c 'import transformers; print(transformers.__version__)'), flash-linear-attention" \
     "$("$python" -W ignore -c 'import fla; print("importable")' 2>/dev/null || echo absent)"
   # shellcheck disable=SC2086
-  "$python" -m pytest -q -W ignore $files || status=1
+  ./scripts/pytest.sh "$python" -W ignore $files || status=1
 done
 exit $status

@@ -6,5 +6,5 @@ folder=$1 python=$2 torch=$3
 shift 3
 [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
 echo "preparing $folder (torch is large: a few minutes the first time)"
-"$folder/bin/python" -m pip install --quiet "$torch" numpy pytest setuptools ruff==0.17.4 "$@"
+"$folder/bin/python" -m pip install --quiet "$torch" numpy pytest pytest-xdist setuptools ruff==0.17.4 "$@"
 touch "$folder/.ready"

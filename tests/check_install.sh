@@ -8,3 +8,4 @@ trap 'rm -rf "$prefix"' EXIT
 "$1" -S "$3" -B "$prefix/build" -DCMAKE_PREFIX_PATH="$prefix/installed" -DCMAKE_CXX_COMPILER="$4" -DCMAKE_BUILD_TYPE=Release >/dev/null
 "$1" --build "$prefix/build" >/dev/null
 "$prefix/build/packed_conv"
+"$prefix/build/prefill_decode"

@@ -6,9 +6,9 @@
 #include <span>
 
 #include "base/chunk_problem.h"
+#include "guarded.h"
 #include "tidegate/chunk.h"
 #include "tidegate/chunk_backward.h"
-#include "toolkit.h"
 
 namespace tidegate::test {
 

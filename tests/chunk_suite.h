@@ -5,6 +5,7 @@
 #include <map>
 
 #include "chunk_case.h"
+#include "toolkit.h"
 
 namespace tidegate::test {
 

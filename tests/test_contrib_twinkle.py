@@ -3,6 +3,7 @@
 import pytest
 import torch
 from packed_case import packs
+from test_patch_models import on_torch, stock
 from tiny_models import build, linear_layers, logits, relative, tokens
 
 import tidegate
@@ -25,20 +26,20 @@ def steps(model, ids, **kwargs):
 
 
 def test_kernelize_is_patch_with_undo():
-    model, ids = build("qwen3_5"), tokens()
-    want, untouched = logits(model, ids), build("qwen3_5")
+    model, untouched, ids = build("qwen3_5"), stock("qwen3_5"), tokens()
+    want = logits(untouched, ids)
     kernel.kernelize(model, bridge.mapping())
     report = bridge.handle(model).report()
     assert str(report).count("gdn_layer") >= len(linear_layers(model))
     assert relative(logits(model, ids), want) <= 1e-5
     assert bridge.handle(untouched) is None and torch.equal(logits(untouched, ids), want)
     bridge.handle(model).undo()
-    assert torch.equal(logits(model, ids), want)
+    assert torch.equal(logits(on_torch(model), ids), want)
 
 
 def test_training_steps_are_those_of_the_model_alone():
     ids = tokens()
-    plain, ours = build("qwen3_5"), build("qwen3_5")
+    plain, ours = stock("qwen3_5"), build("qwen3_5")
     kernel.kernelize(ours, bridge.mapping())
     assert relative(steps(ours, ids), steps(plain, ids)) <= 1e-5
 
@@ -75,11 +76,12 @@ def test_functions_one_by_one():
     import importlib
 
     model, ids = build("qwen3_5"), tokens()
-    want = logits(model, ids)
-    try:
-        mapping = bridge.function_mapping(model)
-    except tidegate.errors.NothingPatchedError as error:
-        pytest.skip(str(error))
+    want = logits(stock("qwen3_5"), ids)
+    if "chunk_gated_delta_rule" in linear_layers(model)[0].__dict__:  # releases whose layers keep the functions
+        with pytest.raises(tidegate.errors.NothingPatchedError, match="by a global name: use mapping"):
+            bridge.function_mapping(model)
+        return
+    mapping = bridge.function_mapping(model)
     assert {choice.backends for choice in mapping.values()} == {("cpu",)} and len(mapping) == 4
     places = [path.rpartition(".") for path in mapping]
     spaces = {path: vars(importlib.import_module(path)) for path, _, _ in places}

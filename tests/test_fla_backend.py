@@ -112,6 +112,77 @@ def test_gates_inside_and_v_first():
     assert_close("state", state.detach().mT, want_state.detach(), 1e-5)
 
 
+RECURRENT = [  # H, HV, D, dtype of v and beta, state [V,K], boundaries, gates inside, doubled beta
+    (1, 1, 64, torch.float32, False, None, None, False),
+    (2, 8, 60, torch.float32, True, None, None, True),
+    (2, 4, 128, torch.float16, False, None, "bias", False),
+    (2, 4, 64, torch.float16, True, [0, 15, 15, 60], "plain", True),
+]
+
+
+@pytest.mark.parametrize("H, HV, D, dtype, v_first, cu, gate, doubled", RECURRENT)
+def test_recurrent(H, HV, D, dtype, v_first, cu, gate, doubled):
+    """q and k in fp32 whatever v is, as FLA's tests call it; o has the type of v."""
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    q, k, v, g, beta, h0 = (x.detach() for x in problem(2 if cu is None else 1, 60, H, HV, D, dtype))
+    q, k, h0 = q.float(), k.float(), h0 if cu is None else torch.randn(len(cu) - 1, HV, D, D)
+    options, decay, write = {"use_qk_l2norm_in_kernel": True, "scale": 0.1, "state_v_first": v_first}, g, beta
+    if gate is not None:
+        A_log, dt_bias = torch.rand(HV), torch.randn(HV) if gate == "bias" else None
+        decay = -A_log.exp() * F.softplus(g if dt_bias is None else g + dt_bias)
+        options |= {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias}
+    if doubled:
+        write = 2 * beta.float().sigmoid()
+        options |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+    options |= {} if cu is None else {"cu_seqlens": torch.tensor(cu)}
+    given = h0.mT.contiguous() if v_first else h0
+    o, state = fused_recurrent_gated_delta_rule(
+        q, k, v, g=g, beta=beta, initial_state=given, output_final_state=True, **options
+    )
+    want, want_state = reference(q, k, v, decay, write, h0, cu=cu, scale=0.1, l2=True)
+    assert o.dtype == dtype and state.dtype == torch.float32
+    assert_close("o", o, want, LIMITS[dtype] / 10)
+    assert_close("state", state.mT if v_first else state, want_state, LIMITS[dtype] / 10)
+
+
+def test_chunk_in_narrow_types_and_inference_mode():
+    """Decays and states in fp16 beside beta in fp32; without gradients the same bits."""
+    cu = [0, 15, 80]
+    q, k, v, g, beta, _ = (x.detach() for x in problem(1, 80, 2, 4, 60, torch.float16))
+    inputs = leaves(q, k, v, g.half(), beta.float(), torch.randn(2, 4, 60, 60).half())
+    compare(chunk_gated_delta_rule, inputs, torch.float16, cu=cu, cu_seqlens=torch.tensor(cu))
+    call = dict(initial_state=inputs[5], output_final_state=True, cu_seqlens=torch.tensor(cu))
+    with torch.inference_mode():
+        got = chunk_gated_delta_rule(*inputs[:5], **call)
+    want = chunk_gated_delta_rule(*inputs[:5], **call)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_chunk_with_doubled_beta():
+    q, k, v, g, b, h0 = problem(2, 70, 2, 4, 64, torch.float16)
+    options = {"use_qk_l2norm_in_kernel": True, "scale": 0.1}
+    got = chunk_gated_delta_rule(
+        q, k, v, g, b, initial_state=h0, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, **options
+    )[0]
+    want = reference(q, k, v, g, 2 * b.double().sigmoid(), h0, scale=0.1, l2=True)[0]
+    assert_close("o", got.detach(), want.detach(), LIMITS[torch.float16] / 10)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gate(bias):
+    from fla.ops.gated_delta_rule.gate import fused_gdn_gate, naive_gdn_gate
+
+    inputs = [torch.randn(2, 33, 4), torch.rand(4), *([torch.randn(4)] if bias else [])]
+    ours, theirs, dy = leaves(*inputs), leaves(*(x.double() for x in inputs)), torch.randn(2, 33, 4)
+    got, want = fused_gdn_gate(*ours), naive_gdn_gate(*theirs)
+    got.backward(dy)
+    want.backward(dy.to(want.dtype))
+    assert_close("g", got.detach(), want.detach(), 1e-6)
+    for name, one, other in zip(("dg", "dA_log", "ddt_bias"), ours, theirs, strict=False):
+        assert_close(name, one.grad, other.grad, 1e-6)
+
+
 def test_recurrent_is_replaced_where_it_was_imported():
     import fla.ops
     import fla.ops.gated_delta_rule as rules

@@ -2,6 +2,10 @@
 a training step and generation on the CPU, without a crash and without a word about missing kernels."""
 
 import logging
+import os
+import pathlib
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -62,6 +66,33 @@ def test_forward_training_and_generation(family):
     assert tidegate.report()["fallback"] == "no"
     # Nothing was replaced behind our back, and the layers are really ours.
     assert sum("gdn_layer" in line for line in str(handle.report()).splitlines()) >= len(tiny.linear_layers(model))
+
+
+NO_TRITON = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import fla, triton, tidegate, tiny_models as tiny
+
+def launched(*args, **kwargs):
+    raise AssertionError("a Triton kernel was launched")
+
+for kind in (triton.runtime.jit.JITFunction, triton.runtime.autotuner.Autotuner):
+    kind.run = launched
+tidegate.register()
+model, ids = tiny.build("qwen3_5", layers=2), tiny.tokens(2, 12)
+handle = tidegate.patch(model)
+assert handle.report()[0].status == "fallback"
+tiny.gradients(model, ids)
+model.generate(ids, max_new_tokens=3, do_sample=False)
+"""
+
+
+def test_no_triton_without_the_native_library():
+    pytest.importorskip("fla")
+    env = dict(os.environ, TIDEGATE_FORCE_FALLBACK="1")
+    call = [sys.executable, "-W", "ignore", "-c", NO_TRITON, str(pathlib.Path(__file__).parent)]
+    done = subprocess.run(call, capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_package_for_gpus_does_not_matter():

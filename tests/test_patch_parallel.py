@@ -11,6 +11,7 @@ import torch.multiprocessing as mp
 pytest.importorskip("transformers")
 
 import tiny_models as tiny  # noqa: E402
+from packed_case import batch_of, packs, samples  # noqa: E402
 from test_patch_models import T32, stock  # noqa: E402
 
 import tidegate  # noqa: E402
@@ -31,12 +32,30 @@ def wrap(model, kind):
     return fully_shard(model)
 
 
+def found(model):
+    return [(row.path, row.op, row.status, row.mechanism) for row in tidegate.report(model)]
+
+
+def packed_difference(wrapped):
+    """Of a packed row under FSDP2 or DDP from its samples alone: logits."""
+    lengths = (9, 0, 21)
+    ids, batch = batch_of(lengths)
+    with torch.no_grad():
+        parts = [wrapped(input_ids=row[None], use_cache=False).logits[0] for row in samples(lengths) if len(row)]
+    out = wrapped(input_ids=ids, **batch)
+    out.loss.backward()
+    return tiny.relative(out.logits[0].detach(), torch.cat(parts))
+
+
 def train(kind, order, rank):
     """Losses of some steps on this rank's samples."""
     model = stock("qwen3_5", layers=2) if order == "unpatched" else tiny.build("qwen3_5", layers=2)
     if order == "before":
         tidegate.patch(model)
+        plain = found(model)
     wrapped = wrap(model, kind)
+    if order == "before":
+        assert found(wrapped) == plain
     if order == "after":
         rows = tidegate.patch(wrapped).report().only(op="gdn_layer")
         assert rows[0].path == "model.layers.0.linear_attn" and rows[0].status == "installed"
@@ -51,6 +70,7 @@ def train(kind, order, rank):
         optimizer.step()
         losses.append(loss.detach())
     if order != "unpatched":
+        assert not packs(wrapped) or packed_difference(wrapped) < T32
         assert tidegate.unpatch(wrapped) and not tidegate.report(wrapped)
         assert all("_tidegate" not in module.__dict__ for module in wrapped.modules())
     return torch.stack(losses)

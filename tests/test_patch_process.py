@@ -46,17 +46,17 @@ def test_the_scope_of_a_model_is_its_family():
 
 
 def test_two_models_of_one_configuration():
-    config = tiny.config_of("qwen3_5")
-    a, b = (tiny.build("qwen3_5", config=config) for _ in range(2))
-    for model in (a, b):
-        for layer in tiny.linear_layers(model):
-            layer.__dict__.pop("forward", None)
-    ids = tiny.tokens()
-    before = [{k: id(v) for k, v in module.__dict__.items()} for module in b.modules()]
+    """Not a bit and not an attribute of the other model changes; experts and attention have names in the config."""
+    config = tiny.config_of("qwen3_5_moe", layers=2)
+    a, b = tiny.build("qwen3_5_moe", config=config), stock("qwen3_5_moe", config=config)
+    ids, attributes = tiny.tokens(), lambda: [{k: id(v) for k, v in m.__dict__.items()} for m in b.modules()]
+    before, values, want = attributes(), config.to_dict(), tiny.logits(b, ids)
+    names = config._attn_implementation, config._experts_implementation
     tidegate.patch(a)
-    assert before == [{k: id(v) for k, v in module.__dict__.items()} for module in b.modules()]
-    assert tidegate.report(b) == [] and len(tidegate.report(a).only(status="installed")) > 0
-    assert torch.isfinite(tiny.logits(a, ids)).all()
+    assert attributes() == before and config.to_dict() == values
+    assert (config._attn_implementation, config._experts_implementation) == names
+    assert tidegate.report(b) == [] and len(tidegate.report(a).only(op="gdn_layer")) == 1
+    assert torch.equal(tiny.logits(b, ids), want) and tiny.relative(tiny.logits(a, ids), want) < T32
 
 
 def test_kernels_that_reset_forwards():

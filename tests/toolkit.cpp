@@ -49,13 +49,6 @@ testing::AssertionResult same_bits(const TensorView& a, const TensorView& b) {
   return testing::AssertionSuccess();
 }
 
-double rounding_of(DType dtype) {
-  return dtype == DType::kBF16 ? 0x1p-8 : dtype == DType::kF16 ? 0x1p-11 : dtype == DType::kF32 ? 0x1p-24 : 0x1p-53;
-}
-double stored(DType dtype, double fp32_bound) {
-  return dtype == DType::kBF16 ? 1.8e-3 : dtype == DType::kF16 ? 1.8e-3 / 8 : fp32_bound;
-}
-
 void Accuracy::add(const TensorView& got, const TensorView& plain, const TensorView& truth, double fp32_bound,
                    double scale) {
   const std::vector<double> g = values(got);

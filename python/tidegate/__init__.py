@@ -1,5 +1,7 @@
 """Tidegate: the operators of gated-delta + MoE models (Qwen3-Next, Qwen3.5, Qwen3.6 and relatives), fast on CPUs."""
 
+import importlib
+
 from tidegate._native import __version__, isa, ops, set_isa
 from tidegate.check import check, check_isolation
 from tidegate.decode import gdn_packed_decode
@@ -18,16 +20,19 @@ from tidegate.quant import (
     quantize,
     quantize_experts,
 )
+from tidegate.recorder import RouterRecorder
 from tidegate.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn, recurrent_gated_delta_rule
 from tidegate.registration import register, unregister
 from tidegate.report import report
 from tidegate.rope import partial_rope
 from tidegate.state import Sequence, Snapshot, StatePool, load_snapshots, save_snapshots
+from tidegate.weight_cache import invalidate
 
 __all__ = [
     "PatchHandle",
     "PatchOptions",
     "RMSNormGated",
+    "RouterRecorder",
     "Sequence",
     "Snapshot",
     "StatePool",
@@ -43,6 +48,7 @@ __all__ = [
     "grouped_matmul",
     "grouped_matmul_quant",
     "grouped_matmul_swiglu_quant",
+    "invalidate",
     "isa",
     "kernelize_model",
     "linear",
@@ -67,3 +73,9 @@ __all__ = [
     "unpatch",
     "unregister",
 ]
+
+
+def __getattr__(name):
+    if name == "ep":  # imported when it is used: torch.distributed takes its time
+        return importlib.import_module("tidegate.ep")
+    raise AttributeError(f"module 'tidegate' has no attribute {name!r}")

@@ -8,6 +8,13 @@ def check_tensor(op, name, value):
         raise TypeError(f"{op}: {name}: expected type Tensor, got type {type(value).__name__}")
 
 
+def one_autocast_dtype(*tensors):
+    """Under autocast some of q, k, v may have gone through a layer that narrows and some not."""
+    if torch.is_autocast_enabled("cpu") and len({t.dtype for t in tensors}) > 1:
+        return tuple(t.to(torch.get_autocast_dtype("cpu")) for t in tensors)
+    return tensors
+
+
 def _require(condition, text):
     """Raises, in a compiled graph when it runs."""
     if torch.compiler.is_compiling():

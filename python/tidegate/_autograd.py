@@ -1,33 +1,14 @@
 """Autograd kernels of the native operators. Wiring only; the arithmetic is in C++."""
 
-import functools
-
 import torch
-from torch.autograd import forward_ad
 from torch.library import register_autograd
 
 import tidegate._fake_chunk  # noqa: F401  (adds to names)
 import tidegate._fake_moe  # noqa: F401
 from tidegate._fake import names, wide
+from tidegate._transforms import refuse_transforms
 
 ops = torch.ops.tidegate
-
-
-def _refuse_tangents(name, kernel):
-    """The kernel without forward mode: torch would drop the tangents and go on, as if all derivatives were zero."""
-
-    @functools.wraps(kernel)
-    def guarded(*args, **kwargs):
-        # Negative outside of dual_level and torch.func.jvp: an ordinary call pays for one comparison.
-        if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-                    raise NotImplementedError(
-                        f"forward-mode AD is not supported by tidegate::{name}: an input has a tangent"
-                    )
-        return kernel(*args, **kwargs)
-
-    return guarded
 
 
 class _Library(torch.library.Library):
@@ -35,7 +16,7 @@ class _Library(torch.library.Library):
 
     def impl(self, op_name, fn, dispatch_key="", **options):
         name = op_name if isinstance(op_name, str) else op_name._name
-        super().impl(op_name, _refuse_tangents(name.split("::")[-1], fn), dispatch_key, **options)
+        super().impl(op_name, refuse_transforms(name.split("::")[-1], fn), dispatch_key, **options)
 
 
 lib = _Library("tidegate", "IMPL")
@@ -263,7 +244,7 @@ def _refuse_grad_mode(name, overload, reason="this form writes in place and is f
                 torch.autograd.graph.increment_version(value)
         return result
 
-    direct[op] = _refuse_tangents(op._name.split("::")[-1], kernel)
+    direct[op] = refuse_transforms(op._name.split("::")[-1], kernel)
     # In inference mode the second alone is reached.
     for key in ("Autograd", "ADInplaceOrView") if written else ("Autograd",):
         lib.impl(op._name, kernel, key)

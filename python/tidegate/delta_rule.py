@@ -4,7 +4,7 @@ import warnings
 
 import torch
 
-from tidegate._arguments import boundaries, check_chunk_indices
+from tidegate._arguments import boundaries, check_chunk_indices, one_autocast_dtype
 from tidegate._native import ops, require
 
 CHUNK_SIZES = (16, 32, 64)  # what FLA allows; here only a hint
@@ -15,13 +15,6 @@ def chunk_size():
     """Tokens that the fused operator takes in at a time: snapshots at its multiples are the cheap ones."""
     require()
     return torch.ops.tidegate.chunk_size()
-
-
-def _one_dtype(*tensors):
-    """Under autocast some of q, k, v may have gone through a layer that narrows and some not."""
-    if torch.is_autocast_enabled("cpu") and len({t.dtype for t in tensors}) > 1:
-        return tuple(t.to(torch.get_autocast_dtype("cpu")) for t in tensors)
-    return tensors
 
 
 def _trains(*tensors):
@@ -86,7 +79,7 @@ def chunk_gated_delta_rule(
         raise ValueError(f"{op}: allow_neg_eigval: expected False without use_beta_sigmoid_in_kernel, got True")
     cu_seqlens = boundaries(op, cu_seqlens, cu_seqlens_cpu)
     check_chunk_indices(op, chunk_indices, cu_seqlens, (size,))
-    q, k, v = _one_dtype(q, k, v)
+    q, k, v = one_autocast_dtype(q, k, v)
     A_log, dt_bias = (kwargs.get("A_log"), kwargs.get("dt_bias")) if use_gate else (None, None)
     o, final_state, _ = ops.chunk_gated_delta_rule_fwd(
         q,

@@ -9,6 +9,8 @@ import functools
 import importlib
 import sys
 
+import torch
+
 import tidegate.fla
 from tidegate._native import ops
 
@@ -70,6 +72,19 @@ def conv_update(x, cache, residual=None, weight=None, bias=None, activation=None
     extra = None if residual is None else residual.reshape(tokens.shape)
     y, cache = tidegate.fla.causal_conv1d_update(tokens, cache, extra, weight, bias, activation)
     return y.view(x.shape), cache
+
+
+def gate_fwd(g, A_log, dt_bias=None, output_dtype=torch.float32):
+    """FLA's gdn_gate_fwd."""
+    return tidegate.fla.fused_gdn_gate(g, A_log.reshape(-1), dt_bias, output_dtype)
+
+
+def gate_bwd(g, A_log, dt_bias, dyg):
+    """FLA's gdn_gate_bwd: gradients of g, A_log and dt_bias. Our operator has a second gate, which is not used."""
+    flat, dflat = (x.reshape(-1, g.shape[-1]) for x in (g, dyg))
+    none = torch.zeros_like(flat)
+    dg, _, dA, dbias = ops.gdn_gating_bwd(dflat.float(), none, flat, flat, A_log.reshape(-1), dt_bias, layout="TND")
+    return dg.view(g.shape), dA.view_as(A_log).to(A_log), None if dt_bias is None else dbias.to(dt_bias)
 
 
 def _route(original, ours):
@@ -138,7 +153,9 @@ def install():
         def chunk_gated_delta_rule(*args, **kwargs):
             return tidegate.fla.chunk_gated_delta_rule(*args, **kwargs)
 
+        gdn_gate_fwd, gdn_gate_bwd = staticmethod(gate_fwd), staticmethod(gate_bwd)
         chunk_gated_delta_rule_verifier = staticmethod(_verifier("q"))
+        gdn_gate_fwd_verifier = gdn_gate_bwd_verifier = staticmethod(_verifier("g"))
 
     _replace({name: getattr(rules, name) for name in REPLACED if hasattr(rules, name)})
     if getattr(backends, "_DISPATCH_DISABLED", False):
@@ -146,7 +163,7 @@ def install():
     backends.register(OPERATION)(TidegateBackend)
     registry = backends._operation_registries[OPERATION]
     _undo.append(lambda: registry._backends.pop(NAME, None))
-    served = ["chunk_gated_delta_rule", REPLACED[0], *_register_conv(backends, TidegateBackend)]
+    served = ["chunk_gated_delta_rule", "gdn_gate", REPLACED[0], *_register_conv(backends, TidegateBackend)]
     return f"registered for CPU tensors: {', '.join(served)}"
 
 

@@ -4,6 +4,7 @@ import warnings
 
 import torch
 
+from tidegate._arguments import one_autocast_dtype
 from tidegate._native import ops
 
 
@@ -45,7 +46,7 @@ def fused_recurrent_gated_delta_rule(
 ):
     """q, k [B,T,H,K], v [B,T,HV,V], g [B,T,HV], gk [B,T,HV,K], beta [B,T,HV] or [B,T,HV,V], states [N,HV,K,V].
 
-    Returns (o, final_state or None); inputs are not changed.
+    Returns (o, final_state or None); inputs are not changed. q, k and v may differ in type: o has that of v.
     """
     op = "fused_recurrent_gated_delta_rule"
     if "transpose_state_layout" in kwargs:
@@ -69,6 +70,11 @@ def fused_recurrent_gated_delta_rule(
         beta = torch.ones(v.shape[:-1], dtype=q.dtype, device=q.device)
     if initial_state is not None and initial_state.dtype in (torch.bfloat16, torch.float16):
         initial_state = initial_state.float()
+    q, k, v = one_autocast_dtype(q, k, v)
+    narrow = v.dtype
+    if not q.dtype == k.dtype == v.dtype:
+        wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
     o, final_state = ops.recurrent_gated_delta_rule_fwd(
         q,
         k,
@@ -87,7 +93,7 @@ def fused_recurrent_gated_delta_rule(
         beta_scale=2.0 if allow_neg_eigval else 1.0,
         state_v_first=state_v_first,
     )
-    return o, final_state if output_final_state else None
+    return o.to(narrow), final_state if output_final_state else None
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule

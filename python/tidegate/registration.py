@@ -8,7 +8,7 @@ import importlib
 
 from torch import nn
 
-from tidegate import fla_backend
+from tidegate import fla_backend, moe
 
 LAYERS = ("Qwen3_5GatedDeltaNet",)  # names of whole layers in the registry of `kernels`
 
@@ -87,14 +87,23 @@ def _fill_attention():
     return f'{_attention().NAME!r}: model.set_attn_implementation("{_attention().NAME}") selects it'
 
 
-def _empty_attention():
-    """Stays: models may have been built with the name, and alone it does nothing."""
+def _fill_experts():
+    try:
+        moe.register_experts()
+    except ImportError as error:
+        return f"not used: {error}"
+    return f'{moe.NAME!r}: model.set_experts_implementation("{moe.NAME}") selects it'
+
+
+def _keep():
+    """A name stays: models may have been built with it, and alone it does nothing."""
 
 
 _fillers = {
     "flash-linear-attention": (fla_backend.install, fla_backend.remove),
     "kernels": (_fill_kernels, _empty_kernels),
-    "attention of Transformers": (_fill_attention, _empty_attention),
+    "attention of Transformers": (_fill_attention, _keep),
+    "experts of Transformers": (_fill_experts, _keep),
 }
 _state = {}
 

@@ -86,6 +86,8 @@ class Pool {
       }
     } catch (const std::system_error&) {
       // The system gives no more threads. Those there are do the work, with the same bits.
+    } catch (const std::bad_alloc&) {
+      // No memory for one more thread: the same. Passing it on would end the process, for threads run already.
     }
   }
   ~Pool() {

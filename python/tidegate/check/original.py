@@ -16,16 +16,11 @@ def handle_of(model):
 @contextlib.contextmanager
 def unpatched(handle):
     """Undoes a patch and puts it back. A forward that someone has wrapped stays, and calls the original meanwhile."""
-    sites, installed = handle.sites, handle.installed
+    before = handle.sites, handle.installed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of wrapped forwards
         handle.undo()
     try:
         yield
     finally:
-        for site in installed:
-            if site.active:
-                site.install(handle.settings, handle)
-            else:
-                site.active = site.installed = True
-        handle.sites = sites
+        handle.restore(*before)

@@ -99,6 +99,7 @@ def find_attention(root, options):
             continue
         holder = registry.holder(root, module.config, module)
         strange = next((layer for layer in layers if not support.uses_registry(layer)), None)
+        chosen = getattr(module.config, "_attn_implementation", None)
         indexed = next((layer for layer in layers if hasattr(layer, "indexer")), None)
         if holder is None or strange is not None:
             why = (
@@ -109,6 +110,9 @@ def find_attention(root, options):
             sites.append(Site(path, ATTENTION, module).refuse(f"{type(strange or module).__name__}: {why}"))
         elif indexed is not None:
             sites.append(Site(path, ATTENTION, module).refuse(f"{type(indexed).__name__} attends to indexed tokens"))
+        elif chosen not in (None, "sdpa", attention.NAME, attention.PATCHED):
+            why = f"attention is {chosen!r}, and ours would take its place: select sdpa, or leave packed input"
+            sites.append(Site(path, ATTENTION, module).refuse(why))
         else:
             names = ("_attn_implementation", attention.PATCHED)
             sites.append(registry.RegistrySite(path, ATTENTION, holder[1], module, names, attention.register))

@@ -8,6 +8,7 @@ from tidegate.options import nearest, resolve
 from tidegate.patch import hub_kernels
 from tidegate.patch import resolve as modules
 from tidegate.patch.handle import PatchHandle, PatchReport, Settings
+from tidegate.patch.selftest import surroundings
 from tidegate.patch.site import record_of
 
 OPS = {  # every op that a site can have, and the switch that governs it
@@ -54,9 +55,10 @@ def _names(ops):
 def finders():
     """The functions find(root, options) -> sites, in the order in which sites are installed."""
     from tidegate.packed.sites import find_attention, find_packed
-    from tidegate.patch import gdn, linear, moe, norms, rope
+    from tidegate.patch import gdn, linear, moe, norms, rope, router
 
-    return [gdn.find, norms.find_gated, norms.find, rope.find, linear.find, moe.find, find_attention, find_packed]
+    parts = [gdn.find, norms.find_gated, norms.find, rope.find, linear.find, router.find, moe.find]
+    return [*parts, find_attention, find_packed]
 
 
 def _find(root, asked, options):
@@ -75,6 +77,19 @@ def _find(root, asked, options):
     return sites, notes
 
 
+def _outcome(test):
+    """(what a self-test found, None), or ("", the error)."""
+    try:
+        return test(), None
+    except SelfTestError as error:
+        return "", error
+    except Exception as error:  # the module cannot be called as its family is
+        text = str(error).strip().split("\n")[0]
+        problem = SelfTestError(f"self-test: cannot be called: {type(error).__name__}: {text}")
+        problem.__cause__ = error
+        return "", problem
+
+
 def _test(sites, settings):
     """Compares every kind of replacement with its original, once. Returns nothing; sites know what was found."""
     found = {}
@@ -89,10 +104,7 @@ def _test(sites, settings):
             continue
         key = site.test_key if site.test_key is not None else id(site)
         if key not in found:
-            try:
-                found[key] = site.test(), None
-            except SelfTestError as error:
-                found[key] = "", error
+            found[key] = _outcome(site.test)
         site.checked, error = found[key]
         if error is not None:
             if settings.options.strict and site.known:
@@ -109,7 +121,8 @@ def _demand(root, sites, asked, options, notes):
     problems += [f"found no place for {op!r}" for op in asked if op not in taken and options.on(OPS[op])]
     layers = modules.linear_layers(root)
     if layers and options.on("gdn") and (not asked or "gdn_layer" in asked):
-        count = sum(site.op == "gdn_layer" and not site.verdict for site in sites)
+        found = {id(site.module) for site in sites if site.op == "gdn_layer" and not site.verdict}
+        count = sum(id(module) in found for _, module in root.named_modules(remove_duplicate=False))
         if count < layers:
             problems.append(f"found {count} of {layers} linear-attention layers")
     if not problems:
@@ -123,18 +136,24 @@ def _demand(root, sites, asked, options, notes):
 
 
 def existing_handle(root):
-    """The handle of a patched model: the one that patched it, or a new one for a copy. None if it is not patched."""
+    """The handle of a patched model, or one over the patches of its parts and copies. None if there is no patch."""
     records = [record for _, module in modules.named_modules(root) if (record := record_of(module)) is not None]
-    handles = list(dict.fromkeys(record.handle for record in records if record.handle is not None))
-    orphans = [record for record in records if record.handle is None]
+    handles = list(dict.fromkeys(record.handle for record in records))
+    if len(handles) == 1 and handles[0] is not None:
+        return handles[0]
     if not records:
         return None
-    if handles and not orphans:
-        return handles[0]
-    handle = PatchHandle(root, records[0].settings, [site for record in orphans for site in record.sites.values()])
-    for record in orphans:
-        record.handle = handle
-    return handle
+    sites = [site for handle in handles if handle is not None for site in handle.sites]
+    sites += [site for record in records if record.handle is None for site in record.sites.values()]
+    joined = PatchHandle(None, records[0].settings, sites)
+    for record in records:
+        record.handle = joined
+    return joined
+
+
+def _covers(handle, root):
+    """Whether a handle is of a patch of the whole model: not of some parts, nor of the one that was copied."""
+    return handle.model is not None and any(module is root for module in handle.model.modules())
 
 
 def patch(
@@ -158,31 +177,44 @@ def patch(
         raise OptionError(f"scope: expected one of {SCOPES}, got {scope!r}")
     off = {"strict": None if strict else False, "check": None if check == "install" else False}  # None: not asked for
     options = resolve(options, padding_free=padding_free, **off)
+    scope = "process" if model is None else scope
     settings = Settings(names, options, scope, "install" if options.check else "off")
     if options.enabled:
         require()
-    if model is None or scope == "process":
+    if scope == "process":
         from tidegate.patch.process import patch_process
 
         return patch_process(None if model is None else modules.core(model), settings, replace)
     root = modules.core(model)
     handle = existing_handle(root)
     handle = handle if handle is not None and handle.installed else None
-    if handle is not None and handle.settings != settings and not replace:
-        changes = "; ".join(handle.settings.differences(settings))
+    changes = [] if handle is None else handle.settings.differences(settings)
+    if changes and not replace:
         raise PatchConflictError(
-            f"the model is already patched with other settings ({changes}): undo() the first patch or pass replace=True"
+            f"the model is already patched with other settings ({'; '.join(changes)}): undo() the first patch or pass "
+            "replace=True"
         )
-    if handle is not None and handle.settings == settings:
+    if handle is not None and not changes and _covers(handle, root):
         handle.repair()
         return handle
     if not options.enabled:
         return PatchHandle(root, settings, notes=[f"nothing is installed: {options.why_off('enabled')}"])
-    if handle is not None:
-        handle.undo()
-    sites, notes = _find(root, names, options)
-    _test(sites, settings)
-    _demand(root, sites, names, options, notes)
+    if handle is None:
+        return _install(root, settings)
+    before = handle.sites, handle.installed
+    handle.undo()
+    try:
+        return _install(root, settings)
+    except BaseException:
+        handle.restore(*before)
+        raise
+
+
+def _install(root, settings):
+    with surroundings():
+        sites, notes = _find(root, settings.ops, settings.options)
+        _test(sites, settings)
+    _demand(root, sites, settings.ops, settings.options, notes)
     handle = PatchHandle(root, settings, sites, notes)
     handle.install()
     hub_kernels.register(root, handle.installed)
@@ -208,7 +240,8 @@ def kernelize_model(model, mode=None, device=None, use_fallback=True):
     kind = getattr(device, "type", str(device).split(":")[0] if device is not None else "cpu")
     if kind == "cpu":
         handle = patch(model, strict=not use_fallback)
-        handle.notes = [*handle.notes, *([f"mode: {mode}"] if mode is not None else [])]
+        if mode is not None and f"mode: {mode}" not in handle.notes:
+            handle.notes = [*handle.notes, f"mode: {mode}"]
     elif not use_fallback:
         raise PatchError(f"kernelize_model: expected device cpu, got {device}: these operators run on the CPU")
     return model

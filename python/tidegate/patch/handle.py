@@ -16,7 +16,7 @@ class Settings(NamedTuple):
     check: str
 
     def differences(self, other):
-        """One line for every setting that is not the same, as "name: here -> there"."""
+        """One line for every setting that installs something else, as "name: here -> there". Strictness does not."""
         lines = [
             f"{name}: {getattr(self, name)!r} -> {getattr(other, name)!r}"
             for name in ("ops", "scope", "check")
@@ -24,7 +24,7 @@ class Settings(NamedTuple):
         ]
         for field in dataclasses.fields(self.options):
             mine, theirs = getattr(self.options, field.name), getattr(other.options, field.name)
-            if field.compare and mine != theirs:
+            if field.compare and field.name != "strict" and mine != theirs:
                 lines.append(f"{field.name}: {mine} -> {theirs}")
         return lines
 
@@ -92,7 +92,7 @@ class PatchHandle:
             here = status == "installed"
             status = "fallback" if here and kernel == "fallback" else status
             rows.append(
-                Row(site.path, site.op, status, site.mechanism, kernel if here else "-", site.checked, site.reason)
+                Row(site.path, site.op, status, site.mechanism, kernel if here else "-", site.checked, site.remarks())
             )
         sources = [
             f"option {name} = {getattr(self.settings.options, name)} ({source})"
@@ -130,6 +130,15 @@ class PatchHandle:
                 stacklevel=2,
             )
         self.sites = kept
+
+    def restore(self, sites, installed):
+        """Takes an undo back: these were the sites, and those of them that were installed."""
+        for site in installed:
+            if site.active:
+                site.install(self.settings, self)
+            else:  # someone has wrapped it: it only slept
+                site.active = site.installed = True
+        self.sites = sites
 
     def invalidate(self):
         """Forgets what was derived from weights: call it after changing frozen weights through .data."""

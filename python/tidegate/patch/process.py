@@ -82,26 +82,31 @@ def _sites(family, functions):
 
 
 def patch_process(root, settings, replace):
-    """The handle of the process; there is one. With a model: only the families in it."""
+    """The handle of the process; there is one. With a model: only the families in it, and those of calls before."""
     global _handle
-    if _handle is not None and _handle.installed:
-        if _handle.settings == settings:
-            _handle.repair()
-            return _handle
-        if not replace:
-            changes = "; ".join(_handle.settings.differences(settings))
-            raise PatchConflictError(f"the process is already patched with other settings ({changes})")
-        _handle.undo()
-    options = settings.options
-    families = FAMILIES
+    options, families = settings.options, FAMILIES
     if root is not None:
         families = tuple(dict.fromkeys(f for _, module in named_modules(root) if (f := family_of(module)) is not None))
+    if _handle is not None and _handle.installed:
+        changes = "; ".join(_handle.settings.differences(settings))
+        if changes and not replace:
+            raise PatchConflictError(f"the process is already patched with other settings ({changes})")
+        if changes:
+            _handle.undo()
+        else:
+            _handle.repair()
+            families = [family for family in families if family not in _handle.families]
+            if not families:
+                return _handle
     if not options.on("gdn"):
         return PatchHandle(None, settings, notes=[f"nothing is installed: {options.why_off('gdn')}"])
     sites = [site for family in families for site in _sites(family, gdn_ops.replacements(options))]
     if not sites and options.strict:
         raise NothingPatchedError(f"no modeling file of {', '.join(FAMILIES)} found: is Transformers installed?")
-    handle = PatchHandle(None, settings, sites)
-    handle.install()
-    _handle = handle
-    return handle
+    if _handle is None or not _handle.installed:
+        _handle = PatchHandle(None, settings)
+        _handle.families = set()
+    _handle.sites += sites
+    _handle.install()
+    _handle.families.update(families)
+    return _handle

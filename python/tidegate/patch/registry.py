@@ -25,6 +25,16 @@ def holder(root, config, user):
     return None
 
 
+class _Saved:
+    """In a saved model: puts a name back when the model is loaded. Needs nothing but Python there."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return setattr, self.arguments
+
+
 class RegistrySite(Site):
     """Selects our function by name, on a copy of the config that belongs to this model alone.
 
@@ -59,8 +69,9 @@ class RegistrySite(Site):
 
     def _remove(self):
         changed = self._facts() != self.facts or not self.intact()
-        if getattr(self.selected, self.attribute) == self.ours:
-            setattr(self.selected, self.attribute, self.before)
+        for config in (self.selected, self.user.config):  # not the same if a later copy of it was kept
+            if getattr(config, self.attribute) == self.ours:
+                setattr(config, self.attribute, self.before)
         if not changed:
             self._rebind({id(ours): theirs for ours, theirs in self.pairs})
         return False
@@ -73,6 +84,9 @@ class RegistrySite(Site):
 
     def intact(self):
         return self.name == self.ours
+
+    def saved(self):
+        return _Saved(self.user.config, self.attribute, self.before)
 
     def repair(self):
         if self.installed and not self.intact():

@@ -22,7 +22,7 @@ def as_module(model):
 
 
 def _unwrap_once(module):
-    if isinstance(module, nn.parallel.DistributedDataParallel):
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return module.module
     if isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile
         return module._orig_mod
@@ -59,10 +59,12 @@ def is_sharded(tensor):
 
 
 def unreadable(module):
-    """Why a module's parameters cannot be read here and now, or None: meta (offloaded) or sharded."""
+    """Why a module's parameters cannot be read here and now, or None: meta (offloaded), fake or sharded."""
     for parameter in module.parameters():
         if parameter.device.type == "meta":
             return "meta"
+        if hasattr(parameter, "fake_mode"):
+            return "fake"
         if is_sharded(parameter):
             return "sharded"
     return None

@@ -35,7 +35,7 @@ def _compare(site, original):
     @torch.no_grad()
     def test():
         module = site.module
-        dtype, head = next(module.parameters()).dtype, module.head_dim
+        dtype, head = selftest.type_of(module), module.head_dim
         generator = torch.Generator().manual_seed(2)
         make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
         errors = []

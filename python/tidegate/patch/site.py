@@ -29,7 +29,8 @@ class Record:
         return twin
 
     def __reduce__(self):
-        return dict, ()  # torch.save: the loaded model is an unpatched one, and needs no tidegate
+        # torch.save: the loaded model is an unpatched one, and needs no tidegate.
+        return tuple, ([site.saved() for site in self.sites.values()],)
 
 
 def record_of(module):
@@ -113,6 +114,14 @@ class Site:
 
     def invalidate(self):
         """Forgets everything that was derived from weights."""
+
+    def remarks(self):
+        """The last cell of the report's row."""
+        return self.reason
+
+    def saved(self):
+        """What stands for the site in a saved model; making it again there undoes what was saved with the model."""
+        return None
 
 
 @functools.cache

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "ops/causal_conv1d/test_case.h"
+#include "toolkit.h"
 
 namespace tidegate::test {
 namespace {

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "ops/causal_conv1d/test_case.h"
+#include "toolkit.h"
 
 namespace tidegate::test {
 namespace {

@@ -3,6 +3,7 @@
 
 #include "ops/causal_conv1d/partition.h"
 #include "ops/causal_conv1d/test_case.h"
+#include "toolkit.h"
 
 namespace tidegate::test {
 namespace {

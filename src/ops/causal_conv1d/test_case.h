@@ -4,9 +4,9 @@
 #include <sstream>
 #include <string>
 
+#include "guarded.h"
 #include "ops/causal_conv1d/problem.h"
 #include "tidegate/conv.h"
-#include "toolkit.h"
 
 namespace tidegate::test {
 

@@ -7,6 +7,7 @@
 
 #include "ops/causal_conv1d/test_case.h"
 #include "ops/causal_conv1d/update_case.h"
+#include "toolkit.h"
 
 namespace tidegate::test {
 namespace {

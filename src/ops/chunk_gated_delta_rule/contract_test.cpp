@@ -4,6 +4,7 @@
 #include "base/arena.h"
 #include "ops/chunk_gated_delta_rule/plan.h"
 #include "ops/chunk_gated_delta_rule/test_case.h"
+#include "toolkit.h"
 
 namespace tidegate::test {
 namespace {

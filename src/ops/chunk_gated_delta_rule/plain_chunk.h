@@ -8,6 +8,7 @@
 
 #include "base/element.h"
 #include "ops/chunk_gated_delta_rule/test_case.h"
+#include "toolkit.h"
 
 namespace tidegate::test {
 

@@ -4,9 +4,9 @@
 #include <cmath>
 #include <vector>
 
+#include "guarded.h"
 #include "ops/chunk_gated_delta_rule/problem.h"
 #include "tidegate/delta_rule.h"
-#include "toolkit.h"
 
 namespace tidegate::test {
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "ops/chunk_gated_delta_rule/test_case.h"
+#include "toolkit.h"
 
 namespace tidegate::test {
 

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "ops/gdn_packed_decode/test_case.h"
+#include "toolkit.h"
 
 namespace tidegate::test {
 namespace {

@@ -4,6 +4,7 @@
 #include "base/arena.h"
 #include "ops/gdn_packed_decode/problem.h"
 #include "ops/gdn_packed_decode/test_case.h"
+#include "toolkit.h"
 
 namespace tidegate::test {
 namespace {

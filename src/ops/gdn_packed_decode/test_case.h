@@ -3,11 +3,11 @@
 
 #include <vector>
 
+#include "guarded.h"
 #include "tidegate/conv.h"
 #include "tidegate/decode.h"
 #include "tidegate/gating.h"
 #include "tidegate/recurrent.h"
-#include "toolkit.h"
 
 namespace tidegate::test {
 

@@ -3,6 +3,7 @@
 
 #include "ops/chunk_gated_delta_rule/test_case.h"
 #include "ops/gdn_segment_combine/problem.h"
+#include "toolkit.h"
 
 namespace tidegate::test {
 namespace {

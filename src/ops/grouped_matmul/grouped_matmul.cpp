@@ -162,6 +162,7 @@ void grouped_matmul_fwd(const TensorView& x, const TensorView& weight, const Ten
   constexpr std::string_view op = "grouped_matmul_fwd";
   const FloatEnvironment environment;
   check_matrix(op, {"x", x});
+  check(options.x_rows == nullptr || x.dtype != DType::kF64, op, ": x_rows: expected none with float64, got a list");
   check_rank(op, {"weight", weight}, 3);
   const std::int64_t G = weight.sizes[0];
   const std::int64_t N = weight.sizes[options.weight_axes == WeightAxes::kNK ? 1 : 2];
@@ -185,7 +186,12 @@ void grouped_matmul_fwd(const TensorView& x, const TensorView& weight, const Ten
     return;
   }
   const Weights w = weights_of(weight, options.weight_axes);
-  const Products p{pointers_to(x, scratch), data_type_index(x.dtype), w.K, w.N, w.row, w.column};
+  const Products p{options.x_rows != nullptr ? options.x_rows : pointers_to(x, scratch),
+                   data_type_index(x.dtype),
+                   w.K,
+                   w.N,
+                   w.row,
+                   w.column};
   run_products(p, w, offsets, G, bias, y, scratch);
 }
 

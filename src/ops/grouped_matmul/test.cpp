@@ -223,6 +223,26 @@ TEST(GroupedMatmul, OptionsAndNeeds) {
   });
 }
 
+TEST(GroupedMatmul, RowsByPointer) {
+  Random random;
+  const Case c = make_case(random, {3, 0, 14}, 20, 36, Lies::kAsStored, DType::kBF16, DType::kBF16);
+  Tensor want = like(c.dy).fill(0.0);
+  Tensor got = like(c.dy).fill(0.0);
+  grouped_matmul_fwd(c.x, c.weight, c.groups, c.bias, want, c.options);
+  std::vector<Tensor> rows;  // each on a page of its own
+  std::vector<const void*> pointers;
+  for (std::int64_t j = 0; j < c.M; ++j) {
+    rows.push_back(copied(part(c.x, 0, j, j + 1)));
+    pointers.push_back(rows.back().view().data);
+  }
+  GroupedMatmulOptions options = c.options;
+  options.x_rows = pointers.data();
+  TensorView nowhere = c.x;
+  nowhere.data = nullptr;
+  grouped_matmul_fwd(nowhere, c.weight, c.groups, c.bias, got, options);
+  EXPECT_TRUE(same_bits(got, want));
+}
+
 TEST(GroupedMatmul, NaNStaysInItsRow) {
   Random random;
   Case c = make_case(random, {20}, 24, 50, Lies::kAsStored, DType::kBF16, DType::kBF16);

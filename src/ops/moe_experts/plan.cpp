@@ -12,7 +12,7 @@ using namespace grouped_matmul;
 
 constexpr std::int64_t kGateTokens = 64;  // of a task
 
-void set_places(Set& s, const Routing& r, const std::int32_t* ids, std::int64_t slots, const TensorView& x,
+void set_places(Set& s, const Routing& r, const std::int32_t* ids, std::int64_t slots, const MoeExpertsInputs& in,
                 Scratch& scratch) {
   s.groups = r.experts;
   s.places = r.routed();
@@ -21,8 +21,33 @@ void set_places(Set& s, const Routing& r, const std::int32_t* ids, std::int64_t 
   s.src = r.src;
   s.pos = r.pos;
   s.ids = ids;
-  s.x_rows = row_pointers(s.places, scratch, [&](std::int64_t j) { return row_at(x, s.src[j] / slots); });
-  s.a = take<char>(scratch, s.places * s.width() * dtype_bytes(x.dtype));
+  s.x_rows = row_pointers(s.places, scratch, [&](std::int64_t j) {
+    const std::int64_t t = s.src[j] / slots;
+    return in.x_rows != nullptr ? in.x_rows[t] : row_at(in.x, t);
+  });
+  s.a = take<char>(scratch, s.places * s.width() * dtype_bytes(in.x.dtype));
+}
+
+// The shared expert has none: it is made of linear layers, which have their own.
+void set_low_rank(Set& s, const MoeExpertsInputs& in, const MoeExpertsOptions& o, Scratch& scratch) {
+  if (in.gate_up_lora_a.defined()) {
+    const GateUp both = gate_up_of(in.gate_up_lora_b, WeightAxes::kNK, o.interleaved);
+    s.hidden_lora = {in.gate_up_lora_a.sizes[1],
+                     weights_of(in.gate_up_lora_a, WeightAxes::kNK),
+                     {both.gate, both.up},
+                     static_cast<float>(o.gate_up_lora_scale),
+                     nullptr};
+  }
+  if (in.down_lora_a.defined()) {
+    s.down_lora = {in.down_lora_a.sizes[1],
+                   weights_of(in.down_lora_a, WeightAxes::kNK),
+                   {weights_of(in.down_lora_b, WeightAxes::kNK), {}},
+                   static_cast<float>(o.down_lora_scale),
+                   nullptr};
+  }
+  for (LowRank* l : {&s.hidden_lora, &s.down_lora}) {
+    l->u = take<float>(scratch, s.places * l->rank);
+  }
 }
 
 }  // namespace
@@ -35,11 +60,12 @@ Plan make_plan(const MoeExpertsInputs& in, const std::int32_t* ids, const MoeExp
   p.bytes = dtype_bytes(in.x.dtype);
   p.round_y = o.round_y;
   const std::int64_t k = in.ids.sizes[1];
-  const GateUp both = gate_up_of(in.gate_up, o);
+  const GateUp both = gate_up_of(in.gate_up, o.weight_axes, o.interleaved);
   p.routed.gate = both.gate;
   p.routed.up = both.up;
   p.routed.down = weights_of(in.down, o.weight_axes);
-  set_places(p.routed, sort_pairs(ids, p.T * k, in.gate_up.sizes[0], scratch), ids, k, in.x, scratch);
+  set_places(p.routed, sort_pairs(ids, p.T * k, in.gate_up.sizes[0], scratch), ids, k, in, scratch);
+  set_low_rank(p.routed, in, o, scratch);
   auto* pair_weights = take<float>(scratch, p.T * k);
   for (std::int64_t i = 0; i < p.T * k; ++i) {
     pair_weights[i] = static_cast<float>(read_element(in.weights, offset_of(in.weights, i / k, i % k)));
@@ -59,7 +85,7 @@ Plan make_plan(const MoeExpertsInputs& in, const std::int32_t* ids, const MoeExp
   p.shared.down = matrix_of(in.shared_down);
   auto* zeros = take<std::int32_t>(scratch, p.T);
   std::fill(zeros, zeros + p.T, 0);
-  set_places(p.shared, sort_pairs(zeros, p.T, 1, scratch), zeros, 1, in.x, scratch);
+  set_places(p.shared, sort_pairs(zeros, p.T, 1, scratch), zeros, 1, in, scratch);
   p.shared_gate = take<float>(scratch, p.T);
   p.shared.pair_weights = p.shared_gate;
   p.shared.place_weights = p.shared_gate;

@@ -6,6 +6,7 @@
 #include "ops/chunk_gated_delta_rule/test_case.h"
 #include "ops/recurrent_gated_delta_rule/problem.h"
 #include "tidegate/recurrent.h"
+#include "toolkit.h"
 
 namespace tidegate::test {
 

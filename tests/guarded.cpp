@@ -1,4 +1,6 @@
-// The tensors of the tests and the ways to look at them; toolkit.cpp has what is expected of them.
+// The tensors of guarded.h; toolkit.cpp has what is expected of them.
+#include "guarded.h"
+
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -10,7 +12,6 @@
 #include <set>
 
 #include "base/element.h"
-#include "toolkit.h"
 
 namespace tidegate::test {
 namespace {
@@ -239,13 +240,25 @@ TensorView strided(TensorView t, int dimension, std::int64_t stride) {
   return t;
 }
 
+double rounding_of(DType dtype) {
+  return dtype == DType::kBF16 ? 0x1p-8 : dtype == DType::kF16 ? 0x1p-11 : dtype == DType::kF32 ? 0x1p-24 : 0x1p-53;
+}
+double stored(DType dtype, double fp32_bound) {
+  return dtype == DType::kBF16 ? 1.8e-3 : dtype == DType::kF16 ? 1.8e-3 / 8 : fp32_bound;
+}
+
+std::uint64_t Tensor::checksum(std::uint64_t hash) const {
+  for (std::size_t i = 0; i < byte_count_; ++i) {
+    hash = (hash ^ bytes_[i]) * 0x100000001b3u;
+  }
+  return hash;
+}
+
 std::uint64_t checksum_of_all_tensors() {
   const std::lock_guard lock(tensors_mutex);
   std::uint64_t hash = 0xcbf29ce484222325u;
   for (const Tensor* t : tensors()) {
-    for (std::size_t i = 0; i < t->byte_count_; ++i) {
-      hash = (hash ^ t->bytes_[i]) * 0x100000001b3u;
-    }
+    hash = t->checksum(hash);
   }
   return hash;
 }

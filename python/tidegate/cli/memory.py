@@ -1,0 +1,59 @@
+"""How much memory a model will take, before it is loaded."""
+
+import json
+import struct
+from pathlib import Path
+
+from tidegate.cli.command import MISSING, Failure
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SLACK = 0.5 * 2**30  # torch, Transformers and the tokenizer
+LARGEST_HEADER = 100 * 2**20  # of a safetensors file, as its own reader limits it
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Parameters in the safetensors files of a folder, from their headers alone; None if there are none."""
+    total, files = 0, sorted(folder.glob("*.safetensors"))
+    for file in files:
+        with open(file, "rb") as stream:
+            head = stream.read(8)
+            size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+            if not 2 <= size <= min(LARGEST_HEADER, file.stat().st_size):
+                raise Failure(f"{file} is not a safetensors file", "download or save the model again")
+            header = json.loads(stream.read(size))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                count = 1
+                for n in entry["shape"]:
+                    count *= n
+                total += count
+    return total if files else None
+
+
+def available() -> float:
+    """Bytes that a new program may take without swapping; infinite where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return float("inf")
+
+
+def estimate(parameters: int, dtype: str, trainable: int = 0) -> float:
+    """Bytes of weights, and for trainable ones of a gradient and two moments of AdamW, in the same type."""
+    return (parameters + 3 * trainable) * DTYPE_BYTES[dtype] + SLACK
+
+
+def gib(number: float) -> str:
+    return f"{number / 2**30:.1f} GiB"
+
+
+def ensure(needed: float, what: str, smaller: str) -> None:
+    """Fails before anything is loaded if the estimate is more than there is; `smaller` says what would need less."""
+    there = available()
+    if needed > there:
+        raise Failure(
+            f"{what} needs about {gib(needed)} of memory, and {gib(there)} are available",
+            f"{smaller}; or start anyway with --ignore-memory",
+            MISSING,
+        )

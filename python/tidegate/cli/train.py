@@ -1,0 +1,181 @@
+"""tidegate train: fine-tune a model on lines of JSON."""
+
+import json
+import math
+import random
+import time
+from pathlib import Path
+
+from tidegate.cli import command, models
+
+NAME = "train"
+HELP = "fine-tune a patched model on a file of JSON lines"
+DESCRIPTION = """\
+Trains all weights, or a LoRA adapter, with AdamW. Every line of the data is one sample: {"text": "..."},
+{"messages": [...]} for a tokenizer with a chat template, or {"input_ids": [...], "labels": [...]}. With --packed a
+batch is one row of samples without padding, which a patched model computes as if each were alone; otherwise samples are
+rows padded on the right. Train all weights in float32: AdamW loses small steps in 16 bits."""
+EXAMPLES = (
+    "tidegate train ~/models/Qwen3.5-0.8B --data notes.jsonl --packed --lora --output notes-adapter",
+    "tidegate train demo-model --bytes --data text.jsonl --packed --dtype float32 --epochs 3",
+)
+# The projections of the known families; those that a model has are adapted.
+ADAPTED = "in_proj_qkv in_proj_z in_proj_qkvz out_proj q_proj k_proj v_proj g_proj o_proj".split()
+
+
+def add_arguments(parser):
+    models.add_arguments(parser)
+    parser.add_argument("--data", required=True, type=Path, help="a file, one JSON object a line")
+    parser.add_argument("--output", type=Path, help="where the result goes (default: MODEL_DIR-trained)")
+    parser.add_argument("--packed", action="store_true", help="samples in one row, no padding")
+    parser.add_argument("--lora", action="store_true", help="train an adapter (needs peft), not the weights")
+    parser.add_argument("--rank", type=command.positive, default=16, help="of the adapter (default 16)")
+    parser.add_argument("--epochs", type=command.positive, default=1, help="passes over the data (default 1)")
+    parser.add_argument("--steps", type=command.positive, help="stop after so many steps")
+    parser.add_argument(
+        "--length", type=command.positive, default=2048, help="tokens a sample is cut at (default 2048)"
+    )
+    parser.add_argument("--batch-tokens", type=command.positive, default=4096, help="most tokens a step (default 4096)")
+    parser.add_argument("--lr", type=float, help="learning rate (default 1e-4 with --lora, else 1e-5)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of samples (default 0)")
+    parser.add_argument("--bytes", action="store_true", help="tokens are bytes, there is no tokenizer")
+    parser.add_argument("--unpatched", action="store_true", help="Transformers alone, to compare (not with --packed)")
+
+
+def read_samples(path: Path, tokens, length: int):
+    """One {"input_ids", "labels"} a line; a wrong line fails with its number."""
+    if not path.is_file():
+        raise command.Failure(f"{path}: no such file", 'write one JSON object a line, for instance {"text": "..."}')
+    samples = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            labels = None
+            if "input_ids" in entry:
+                ids, labels = list(entry["input_ids"]), entry.get("labels")
+            elif "messages" in entry:
+                ids = tokens.encode_chat(entry["messages"])
+            else:
+                ids = tokens.encode(entry["text"])
+                ids += [tokens.end] if tokens.end is not None else []
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise command.Failure(
+                f"{path}:{number}: {type(error).__name__}: {error}",
+                'a line is {"text": "..."}, {"messages": [...]} or {"input_ids": [...]}',
+            ) from None
+        sample = {"input_ids": ids[:length], "labels": list(labels if labels is not None else ids)[:length]}
+        if len(ids) > 1:
+            samples.append(sample)
+    if not samples:
+        raise command.Failure(f"{path} has no samples of two tokens or more", "write one JSON object a line")
+    return samples
+
+
+def batches(samples, most: int, seed: int, padded: bool):
+    """Lists of samples that together are at most `most` tokens (counting padding, if there is any), shuffled."""
+    order = list(samples)
+    random.Random(seed).shuffle(order)
+    batch, longest, total = [], 0, 0
+    for sample in order:
+        size = len(sample["input_ids"])
+        after = max(longest, size) * (len(batch) + 1) if padded else total + size
+        if batch and after > most:
+            yield batch
+            batch, longest, total = [], 0, 0
+        batch.append(sample)
+        longest, total = max(longest, size), total + size
+    if batch:
+        yield batch
+
+
+def pad(batch):
+    """Rows padded on the right; padding is masked and has no label."""
+    import torch
+
+    width = max(len(s["input_ids"]) for s in batch)
+
+    def rows(name, filler):
+        return torch.tensor([list(s[name]) + [filler] * (width - len(s[name])) for s in batch])
+
+    mask = torch.tensor([[1] * len(s["input_ids"]) + [0] * (width - len(s["input_ids"])) for s in batch])
+    return {"input_ids": rows("input_ids", 0), "labels": rows("labels", -100), "attention_mask": mask}
+
+
+def adapt(model, rank: int):
+    """The model with a LoRA adapter on its projections."""
+    command.require("peft", "--lora")
+    import peft
+
+    here = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[n for n in ADAPTED if n in here])
+    return peft.get_peft_model(model, config)
+
+
+def steps(model, samples, *, packed, batch_tokens, lr, epochs=1, most=None, seed=0):
+    """Trains; yields (step, of how many, loss, tokens) after every step."""
+    import torch
+
+    import tidegate
+
+    plan = [list(batches(samples, batch_tokens, seed + epoch, not packed)) for epoch in range(epochs)]
+    plan = [batch for epoch in plan for batch in epoch][:most]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr)
+    warm = max(1, len(plan) // 20)
+    model.train()
+    for number, batch in enumerate(plan, 1):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, number / warm)
+        loss = model(**(tidegate.pack(batch) if packed else pad(batch)), use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield number, len(plan), loss.item(), sum(len(s["input_ids"]) for s in batch)
+
+
+def run(options):
+    if options.packed and options.unpatched:
+        raise command.Failure(
+            "--packed needs the patch: Transformers alone lets packed samples see each other on CPUs", "leave one away"
+        )
+    command.set_threads(options.threads)
+    output = options.output or Path(options.model.rstrip("/") + "-trained")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise command.Failure(f"--output {output} is there and not empty", "name another folder")
+    tokens = models.Tokens(models.folder_of(options.model), options.bytes)
+    samples = read_samples(options.data, tokens, options.length)
+    model = models.load(options.model, options.dtype, options.ignore_memory, 0.0 if options.lora else 1.0)
+    import torch
+
+    import tidegate
+
+    torch.manual_seed(options.seed)
+    handle = None if options.unpatched else tidegate.patch(model)
+    trained = adapt(model, options.rank) if options.lora else model
+    command.require("tqdm", "a progress bar")
+    from tqdm import tqdm
+
+    lr = options.lr or (1e-4 if options.lora else 1e-5)
+    settings = dict(packed=options.packed, batch_tokens=options.batch_tokens, lr=lr, epochs=options.epochs)
+    start, seen, losses = time.perf_counter(), 0, []
+    with tqdm(unit="step", desc="training") as bar:
+        for _, total, loss, count in steps(trained, samples, most=options.steps, seed=options.seed, **settings):
+            seen, bar.total = seen + count, total
+            losses.append(loss)
+            bar.set_postfix_str(f"loss {loss:.3f}, {seen / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
+            bar.update()
+            if not math.isfinite(loss):
+                raise command.Failure(
+                    f"the loss became {loss}", "use a smaller --lr, or --dtype float32", command.WRONG
+                )
+    if handle is not None:
+        handle.undo()  # what is saved is a model of Transformers
+    trained.save_pretrained(output)
+    if tokens.tokenizer is not None:
+        tokens.tokenizer.save_pretrained(output)
+    tail = losses[-max(1, len(losses) // 10) :]
+    print(f"{len(losses)} steps, {seen} tokens, loss {losses[0]:.3f} -> {sum(tail) / len(tail):.3f}; saved to {output}")
+    return 0

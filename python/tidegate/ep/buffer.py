@@ -1,0 +1,191 @@
+"""A group of processes with windows of shared memory. The work is done in C++ (include/tidegate/ep.h)."""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from tidegate import _native, options
+from tidegate.errors import ExpertParallelError
+
+
+def _ops():
+    _native.require()
+    if _native.fallback is not None:
+        raise RuntimeError(f"tidegate.ep: expert parallelism needs the native library: {_native.fallback}")
+    return torch.ops.tidegate_ep
+
+
+def call(name, *args):
+    """An operator of the native library. A failed check arrives as ValueError or TypeError, as everywhere; what another
+    rank did, or did not do, as ExpertParallelError."""
+    try:
+        return getattr(_ops(), name)(*args)
+    except _native.NATIVE_ERRORS as error:
+        line = str(error).split("\n", 1)[0]
+        translated = None if ": group " in line else _native._translate(error)
+        raise translated or ExpertParallelError(line) from None
+
+
+def node_id(configured=None):
+    """The node that this process runs on: as configured, or TIDEGATE_NODE_ID, or host name and boot id."""
+    return call("node_id", configured or options.environment("node_id") or "")
+
+
+def group_of(group):
+    """The process group of a group, a one-dimensional DeviceMesh or None (all processes; None if there is only one)."""
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"ep: mesh: expected 1 dimension, got {group.ndim} ({group.mesh_dim_names}); pass mesh['ep']"
+            )
+        return group.get_group()
+    if group is None and dist.is_initialized():
+        return dist.group.WORLD
+    return group
+
+
+def all_gather_bytes(tensor, group, ranks):
+    """int8 [n] of every rank as [ranks, n]."""
+    if ranks == 1:
+        return tensor[None]
+    gathered = [torch.empty_like(tensor) for _ in range(ranks)]
+    dist.all_gather(gathered, tensor, group=group)
+    return torch.stack(gathered)
+
+
+class Handle:
+    """What a dispatch leaves behind: where every pair (token, slot) went, and where every received row came from."""
+
+    def __init__(self, number, width, dtype):
+        self.number, self.width, self.dtype = number, width, dtype
+        self._free = weakref.finalize(self, torch.ops.tidegate_ep.free_handle, number)
+        (
+            self.expert_rows,  # int64 [local experts]: rows of each, in their order
+            self.row_expert,  # int32 [rows,1]: the local expert of every row
+            self.row_weights,  # fp32 [rows,1]: the routing weight of every row (1 if none were given)
+            self.row_rank,  # int32 [rows]: the rank that it came from
+            self.row_pair,  # int32 [rows]: token * K + slot there
+            self.rank,  # int32 [T,K]: the rank that holds the expert of a pair, -1 if it did not travel
+            self.place,  # int32 [T,K]: the row there
+            self.source_tokens,  # int64 [ranks]
+        ) = call("describe", number)
+        self.weights = None  # the routing weights given to dispatch, for their gradient
+
+    @property
+    def rows(self):
+        return self.row_expert.shape[0]
+
+
+class Buffer:
+    """The windows of a group. Making one is collective, and so is every call that takes one.
+
+    group: a ProcessGroup, a one-dimensional DeviceMesh, or None for all processes. experts: of all ranks; rank r holds
+    those from expert_begin[r] to expert_begin[r + 1] (default: even shares). slots: largest top-k. row_bytes: of the
+    widest row (hidden size times bytes of an element). max_tokens: largest number of tokens of a rank in one call; it
+    costs address space, memory is taken as it is used. timeout: seconds before a wait for another rank fails.
+    """
+
+    def __init__(
+        self,
+        group=None,
+        *,
+        experts,
+        slots,
+        row_bytes,
+        max_tokens,
+        expert_begin=None,
+        zero_experts=0,
+        copy_experts=0,
+        const_experts=0,
+        name="moe",
+        timeout=60.0,
+        node_id=None,
+    ):
+        self.group = group_of(group)
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self.ranks = 1 if self.group is None else dist.get_world_size(self.group)
+        self.experts, self.slots, self.row_bytes, self.max_tokens = experts, slots, row_bytes, max_tokens
+        even = [r * experts // self.ranks for r in range(self.ranks + 1)]
+        self.expert_begin = even if expert_begin is None else list(expert_begin)
+        numbers = [experts, slots, max_tokens, row_bytes, zero_experts, copy_experts, const_experts]
+        node = node_id or options.environment("node_id") or ""
+        self._arguments = ([*numbers, self.rank, self.ranks], self.expert_begin, name, float(timeout), node)
+        self.number = None
+        self._open()
+
+    def _open(self):
+        self.number = call("open", *self._arguments)
+        self._close = weakref.finalize(self, torch.ops.tidegate_ep.close, self.number)
+        call("connect", self.number, all_gather_bytes(call("address", self.number), self.group, self.ranks))
+
+    @property
+    def local_experts(self):
+        return self.expert_begin[self.rank + 1] - self.expert_begin[self.rank]
+
+    @property
+    def window_bytes(self):
+        """Address space of one rank's window."""
+        return call("window_bytes", self.number)
+
+    @property
+    def waited_microseconds(self):
+        """int64 [ranks]: time spent waiting for each of them."""
+        return call("waited", self.number)
+
+    def close(self):
+        self._close()
+
+    def reset(self):
+        """Collective, after a failure: new windows. Handles from before do not work any more."""
+        self._close()
+        self._open()
+
+    # The exchanges without gradients; functions.py has them with.
+
+    def dispatch(self, x, ids, weights=None, mask=None, int8=False, needs_backward=False):
+        number = call("dispatch", self.number, x, ids, weights, mask, int8, needs_backward)
+        handle = Handle(number, x.shape[1], torch.int8 if int8 else x.dtype)
+        handle.weights = weights
+        return handle
+
+    def redispatch(self, x, handle):
+        """Other rows along the way of a handle: [rows,H]."""
+        call("redispatch", self.number, x, handle.number)
+        return call("expand", self.number, handle.number, x.shape[1], x.dtype)[0]
+
+    def window(self, rows, width, dtype):
+        """Memory of the window, [rows,width]: y that was written here is not copied by the next combine. It lives no
+        longer than the next dispatch or combine."""
+        view = call("window", self.number, rows, width, dtype)
+        view._ep_buffer = self  # the memory must not go before the view
+        return view
+
+    def expand(self, handle, out=None):
+        """The rows that the last dispatch brought: [rows,H]; of an int8 dispatch (rows, scales)."""
+        if out is not None:
+            call("expand_out", self.number, handle.number, out)
+            return out
+        rows, scales = call("expand", self.number, handle.number, handle.width, handle.dtype)
+        return (rows, scales) if handle.dtype == torch.int8 else rows
+
+    def combine(
+        self,
+        y,
+        handle,
+        weighted=True,
+        weights=None,
+        shared_x=None,
+        row_values=None,
+        ori_x=None,
+        alpha1=None,
+        alpha2=None,
+        v=None,
+    ):
+        """(out [T,H], pair_values [T,K]); the second is empty without row_values."""
+        tensors = (weights, shared_x, row_values, ori_x, alpha1, alpha2, v)
+        return call("combine", self.number, y, handle.number, weighted, *tensors)
+
+    def collect(self, y, handle):
+        """The rows of y by pair, unsummed: [T*K,H]."""
+        return call("collect", self.number, y, handle.number)

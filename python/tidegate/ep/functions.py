@@ -1,0 +1,128 @@
+"""Dispatch, combine and the whole layer with gradients.
+
+The gradient of a dispatch is a combine and the other way round, along the same handle. Every rank takes part in every
+backward exchange, also with no tokens or no rows: nodes hang on tensors of size zero then, and the ranks compare at the
+dispatch whether a backward will come.
+"""
+
+import torch
+
+from tidegate.ep.buffer import Buffer, call
+
+tidegate_ops = torch.ops.tidegate
+
+
+def _wants_grad(*tensors):
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, buffer, x, ids, weights, mask, needs_backward):
+        handle = buffer.dispatch(x, ids, weights, mask, needs_backward=needs_backward)
+        ctx.buffer, ctx.handle = buffer, handle
+        return buffer.expand(handle), handle
+
+    @staticmethod
+    def backward(ctx, drows, *_):
+        dx, _ = ctx.buffer.combine(drows, ctx.handle, weighted=False)
+        return None, dx, None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, buffer, handle, y, weights, shared_x, rows):
+        ctx.buffer, ctx.handle = buffer, handle
+        ctx.save_for_backward(y if ctx.needs_input_grad[3] else None)
+        ctx.weights_dtype = None if weights is None else weights.dtype
+        return buffer.combine(y, handle, shared_x=shared_x)[0]
+
+    @staticmethod
+    def backward(ctx, dout):
+        buffer, handle = ctx.buffer, ctx.handle
+        (y,) = ctx.saved_tensors
+        d = buffer.redispatch(dout.contiguous(), handle)
+        places = torch.arange(handle.rows, dtype=torch.int32)[:, None]
+        dy, dw = tidegate_ops.moe_unpermute_bwd(d, d if y is None else y, places, handle.row_weights)
+        dweights = None
+        if y is not None:
+            dweights = buffer.combine(None, handle, row_values=dw.view(-1))[1].to(ctx.weights_dtype)
+        return None, None, dy, dweights, dout if ctx.needs_input_grad[4] else None, None
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, buffer, x, ids, weights, gate_up, down, weight_axes):
+        handle = buffer.dispatch(x, ids, weights, needs_backward=any(ctx.needs_input_grad))
+        rows = buffer.expand(handle)
+        ones = torch.ones_like(handle.row_weights)
+        options = {"weight_axes": weight_axes}
+        y = tidegate_ops.moe_experts_fwd(rows, handle.row_expert, ones, gate_up, down, round_y=True, **options)
+        ctx.save_for_backward(rows, gate_up, down)
+        ctx.buffer, ctx.handle, ctx.options, ctx.weights_dtype = buffer, handle, options, weights.dtype
+        return buffer.combine(y, handle)[0]
+
+    @staticmethod
+    def backward(ctx, dout):
+        buffer, handle = ctx.buffer, ctx.handle
+        rows, gate_up, down = ctx.saved_tensors
+        _, dx_wanted, _, *wanted = ctx.needs_input_grad
+        d = buffer.redispatch(dout.contiguous(), handle)
+        # Always the gradient of the weights: one number a row, and so every rank makes the same exchange.
+        needs = dx_wanted | 2 | wanted[1] << 2 | wanted[2] << 3
+        drows, dw, dgate_up, ddown, *_ = tidegate_ops.moe_experts_bwd(
+            d, rows, handle.row_expert, handle.row_weights, gate_up, down, needs=needs, **ctx.options
+        )
+        dx, dweights = buffer.combine(drows if dx_wanted else None, handle, weighted=False, row_values=dw.view(-1))
+        return (
+            None,
+            dx if dx_wanted else None,
+            None,
+            dweights.to(ctx.weights_dtype) if wanted[0] else None,
+            dgate_up if wanted[1] else None,
+            ddown if wanted[2] else None,
+            None,
+        )
+
+
+def dispatch(buffer, x, ids, weights=None, mask=None):
+    """(rows [A,H] for the local experts, sorted by expert, handle).
+
+    x [T,H], ids [T,K] (-1: nobody), weights [T,K] travel along; mask, bool [T] or [T,K]: False stays at home.
+    """
+    if not _wants_grad(x, weights):
+        handle = buffer.dispatch(x, ids, weights, mask)
+        return buffer.expand(handle), handle
+    # The node must be there on every rank, so x takes part even where only the weights have a gradient.
+    rows, handle = _Dispatch.apply(
+        buffer, x if x.requires_grad else x.detach().requires_grad_(), ids, weights, mask, True
+    )
+    handle.weights = weights
+    return rows, handle
+
+
+def combine(buffer, y, handle, shared_x=None, rows=None):
+    """out[t] = sum over k of weights[t,k] * y[row of (t,k)] + shared_x[t], in order of k, in fp32, rounded once.
+
+    rows: what dispatch returned. Experts that leave their input alone when there is none break the graph on one rank
+    only; with it the graph holds.
+    """
+    weights = handle.weights
+    if not _wants_grad(y, weights, shared_x, rows):
+        return buffer.combine(y, handle, shared_x=shared_x)[0]
+    return _Combine.apply(buffer, handle, y, weights, shared_x, rows)
+
+
+def experts(buffer, x, ids, weights, gate_up, down, *, weight_axes="nk"):
+    """The experts of all ranks on the tokens of this one: out [T,H].
+
+    x [T,H], ids and weights [T,K] with ids of all experts; gate_up [local experts, 2I, H] and down
+    [local experts, H, I] are those of this rank. Any number of processes gives the bits of one, in out and in all
+    gradients: an expert sees its tokens in the order of ranks, and results are rounded to x's type before they are
+    summed, as tidegate.moe_experts(..., round_y=True) does.
+    """
+    if _wants_grad(x, weights, gate_up, down):
+        return _Experts.apply(buffer, x, ids, weights, gate_up, down, weight_axes)
+    if not isinstance(buffer, Buffer):  # over several nodes
+        return _Experts.apply(buffer, x, ids, weights, gate_up, down, weight_axes)
+    return call("experts", buffer.number, x, ids, weights, gate_up, down, weight_axes, None)

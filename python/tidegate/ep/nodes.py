@@ -1,0 +1,207 @@
+"""Expert parallelism over several nodes: one row for every (token, node), over torch.distributed.
+
+A token goes once to every node that holds one of its experts, to the rank of the same index there, which then deals it
+out inside its node through a Buffer. On the way back results return unsummed ("exact": the bits of one process) or
+summed up by node ("fast": one row for every token and node, rounded once more).
+"""
+
+import torch
+import torch.distributed as dist
+
+from tidegate.ep.buffer import Buffer, group_of, node_id
+
+tidegate_ops = torch.ops.tidegate
+
+
+def nodes_of(group, node=None):
+    """The names of the nodes that the ranks of a group are on. Collective."""
+    names = [None] * dist.get_world_size(group)
+    dist.all_gather_object(names, node_id(node), group=group)
+    return names
+
+
+class NodesHandle:
+    """Where the tokens of this rank went, and the handle of those that came here."""
+
+    def __init__(self, inner, tokens, sent, received, pairs, node_ids, weights):
+        self.inner, self.tokens, self.weights = inner, tokens, weights
+        self.sent = sent  # by rank: the tokens that went there
+        self.received = received  # by rank: how many came from there
+        self.pairs = pairs  # bool [tokens that came, K]: pairs of experts of this node
+        self.node_ids = node_ids  # int32 [T,K]: the node of a pair's expert, -1: nobody
+
+    def __getattr__(self, name):  # expert_rows, row_expert, row_weights, ...: those of the rows that came here
+        return getattr(self.__dict__["inner"], name)
+
+
+class NodesBuffer:
+    """As Buffer, for a group whose ranks are on several nodes. Names of nodes must be right: see node_id.
+
+    combine: "exact" or "fast".
+    """
+
+    def __init__(
+        self,
+        group=None,
+        *,
+        experts,
+        slots,
+        row_bytes,
+        max_tokens,
+        expert_begin=None,
+        combine="exact",
+        node=None,
+        **options,
+    ):
+        if combine not in ("exact", "fast"):
+            raise ValueError(f"ep: combine: expected exact or fast, got {combine}")
+        self.mode = combine
+        self.group = group_of(group)
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.experts, self.slots = experts, slots
+        names = nodes_of(self.group, node)
+        self.nodes = list(dict.fromkeys(names))  # in the order of their first ranks
+        members = [[r for r in range(self.ranks) if names[r] == name] for name in self.nodes]
+        self.node = self.nodes.index(names[self.rank])
+        index = members[self.node].index(self.rank)
+        # My tokens for a node go to the rank with my index there.
+        self.partners = [ranks[index % len(ranks)] for ranks in members]
+        self.expert_begin = expert_begin or [r * experts // self.ranks for r in range(self.ranks + 1)]
+        # An expert's node, and its number among the experts of that node.
+        self.node_of = torch.empty(experts, dtype=torch.int32)
+        self.number_of = torch.empty(experts, dtype=torch.int32)
+        local_begin = []
+        for n, ranks in enumerate(members):
+            begin = [0]
+            for r in ranks:
+                mine = slice(self.expert_begin[r], self.expert_begin[r + 1])
+                count = self.expert_begin[r + 1] - self.expert_begin[r]
+                self.node_of[mine] = n
+                self.number_of[mine] = torch.arange(begin[-1], begin[-1] + count, dtype=torch.int32)
+                begin.append(begin[-1] + count)
+            local_begin.append(begin)
+        groups = [dist.new_group([dist.get_global_rank(self.group, r) for r in ranks]) for ranks in members]
+        sources = max(-(-len(ranks) // len(members[self.node])) for ranks in members) * len(members)
+        self.local = Buffer(
+            groups[self.node],
+            experts=max(local_begin[self.node][-1], 1),
+            slots=slots,
+            row_bytes=row_bytes,
+            max_tokens=max_tokens * sources,
+            expert_begin=local_begin[self.node] if local_begin[self.node][-1] else None,
+            node_id=names[self.rank],
+            **options,
+        )
+
+    @property
+    def local_experts(self):
+        return self.expert_begin[self.rank + 1] - self.expert_begin[self.rank]
+
+    def close(self):
+        self.local.close()
+
+    def _all_to_all(self, rows, sent, received):
+        """Rows to ranks, `sent` rows for each; what came, `received` rows from each."""
+        out = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
+        return out
+
+    def _forward(self, x, handle_lists, received):
+        """One row for every token and node."""
+        rows = x[torch.cat(handle_lists)] if handle_lists else x[:0]
+        return self._all_to_all(rows, [len(t) for t in handle_lists], received)
+
+    def dispatch(self, x, ids, weights=None, mask=None, int8=False, needs_backward=False):
+        if int8:
+            raise ValueError("ep_dispatch: int8: expected False between nodes, got True")
+        ids = ids.to(torch.int32)
+        if mask is not None:
+            ids = ids.masked_fill(~(mask if mask.dim() == 2 else mask[:, None]), -1)
+        if ids.numel() and (ids.min() < -1 or ids.max() >= self.experts):
+            raise ValueError(
+                f"ep_dispatch: ids: expected -1 or 0..{self.experts - 1}, got {int(ids.min())} to {int(ids.max())}"
+            )
+        known = ids.clamp(min=0).long()
+        node_ids = torch.where(ids < 0, -1, self.node_of[known])
+        numbers = self.number_of[known]
+        w = torch.ones(ids.shape) if weights is None else weights.detach().float()
+        sent, lists = [], []
+        for r in range(self.ranks):
+            n = self.partners.index(r) if r in self.partners else None
+            here = node_ids == n if n is not None else torch.zeros_like(node_ids, dtype=torch.bool)
+            tokens = here.any(1).nonzero()[:, 0]
+            sent.append(tokens)
+            lists.append(torch.cat([numbers.masked_fill(~here, -1)[tokens], w[tokens].view(torch.int32)], 1))
+        counts = torch.tensor([len(t) for t in sent])
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.group)
+        received = received.tolist()
+        came = self._all_to_all(torch.cat(lists), counts.tolist(), received)
+        numbers, w = (part.contiguous() for part in came.chunk(2, 1))
+        rows = self._forward(x, sent, received)
+        inner = self.local.dispatch(rows, numbers, w.view(torch.float32), needs_backward=needs_backward)
+        return NodesHandle(inner, x.shape[0], sent, received, numbers >= 0, node_ids, weights)
+
+    def expand(self, handle, out=None):
+        return self.local.expand(handle.inner, out)
+
+    def redispatch(self, x, handle):
+        return self.local.redispatch(self._forward(x, handle.sent, handle.received), handle.inner)
+
+    def _values(self, row_values, handle):
+        """One number for every pair: [T,K]."""
+        _, values = self.local.combine(None, handle.inner, row_values=row_values)
+        back = self._all_to_all(values, handle.received, [len(t) for t in handle.sent])
+        out = torch.zeros(handle.node_ids.shape)
+        return out.index_add_(0, torch.cat(handle.sent), back)  # a pair has one node, the others gave 0
+
+    def _exact(self, y, handle, weights, shared_x):
+        rows = self.local.collect(y, handle.inner)[handle.pairs.view(-1)]
+        counts = [int(part.sum()) for part in handle.pairs.split(handle.received)]
+        here = [
+            handle.node_ids[tokens] == (self.partners.index(r) if r in self.partners else -2)
+            for r, tokens in enumerate(handle.sent)
+        ]
+        back = self._all_to_all(rows, counts, [int(pairs.sum()) for pairs in here])
+        pos = torch.full(handle.node_ids.shape, -1, dtype=torch.int32)
+        first = 0
+        for tokens, pairs in zip(handle.sent, here, strict=True):
+            places = pos[tokens]
+            places[pairs] = torch.arange(first, first + int(pairs.sum()), dtype=torch.int32)
+            pos[tokens] = places
+            first += int(pairs.sum())
+        return self._sum(back, pos, weights, shared_x)
+
+    def _fast(self, y, handle, weighted, shared_x):
+        rows = self.local.combine(y, handle.inner, weighted=weighted)[0]
+        back = self._all_to_all(rows, handle.received, [len(t) for t in handle.sent])
+        pos = torch.full((handle.tokens, self.ranks), -1, dtype=torch.int32)
+        first = 0
+        for r, tokens in enumerate(handle.sent):
+            pos[tokens, r] = torch.arange(first, first + len(tokens), dtype=torch.int32)
+            first += len(tokens)
+        return self._sum(back, pos, None, shared_x)
+
+    @staticmethod
+    def _sum(rows, pos, weights, shared_x):
+        """In fp32, in the order of pos, rounded once; shared_x is one more slot."""
+        if shared_x is not None:
+            last = torch.arange(rows.shape[0], rows.shape[0] + pos.shape[0], dtype=torch.int32)
+            rows, pos = torch.cat([rows, shared_x]), torch.cat([pos, last[:, None]], 1)
+            weights = None if weights is None else torch.cat([weights.float(), torch.ones(pos.shape[0], 1)], 1)
+        return tidegate_ops.moe_unpermute_fwd(rows, pos, weights)
+
+    def combine(self, y, handle, weighted=True, weights=None, shared_x=None, row_values=None):
+        """(out [T,H], pair_values [T,K]), as Buffer.combine; in fast mode weights are those given to dispatch."""
+        if weights is not None and self.mode == "fast":
+            raise ValueError("ep_combine: weights: expected none in fast mode, got a tensor; give them to dispatch")
+        out = torch.empty(0)
+        if y is not None:
+            used = (handle.weights if weights is None else weights) if weighted else None
+            used = None if used is None else used.detach()
+            out = (
+                self._exact(y, handle, used, shared_x)
+                if self.mode == "exact"
+                else self._fast(y, handle, weighted, shared_x)
+            )
+        return out, self._values(row_values, handle) if row_values is not None else torch.empty(0)

@@ -1,0 +1,277 @@
+// Dispatch: every rank puts its tokens and their sorted pairs into its window, and takes its rows from all windows.
+#include <algorithm>
+#include <cstring>
+
+#include "base/checks.h"
+#include "base/element.h"
+#include "base/expert_ids.h"
+#include "base/float_environment.h"
+#include "base/row_checks.h"
+#include "ep/group.h"
+#include "ep/kernel.h"
+#include "ep/rows.h"
+#include "tidegate/cpu.h"
+#include "tidegate/quant.h"
+
+namespace tidegate::ep {
+namespace {
+
+std::int64_t all_experts(const Config& c) { return c.experts + c.zero_experts + c.copy_experts + c.const_experts; }
+
+void check_tokens(std::string_view op, const Group& g, const TensorView& x) {
+  check_rank(op, {"x", x}, 2);
+  check_data_type(op, {"x", x});
+  check_inner_stride(op, {"x", x});
+  check_row_bytes(op, g, {"x", x});
+  if (x.sizes[0] > g.config.max_tokens) [[unlikely]] {
+    Config larger = g.config;
+    larger.max_tokens = x.sizes[0];
+    check(false, op, ": x: expected at most ", g.config.max_tokens, " tokens (max_tokens of the buffer), got ",
+          x.sizes[0], "; a buffer for them has windows of ", window_bytes(larger, g.ranks), " bytes instead of ",
+          g.layout.bytes);
+  }
+}
+
+// Ids of pairs that are masked become -1.
+void apply_mask(std::string_view op, const TensorView& mask, std::int64_t T, std::int64_t K, std::int32_t* ids) {
+  if (!mask.defined()) {
+    return;
+  }
+  check_dtype(op, {"mask", mask}, DType::kBool);
+  if (mask.rank == 1) {
+    check_shape(op, {"mask", mask}, {T});
+  } else {
+    check_shape(op, {"mask", mask}, {T, K});
+  }
+  for (std::int64_t i = 0; i < T * K; ++i) {
+    const std::int64_t at = mask.rank == 1 ? i / K * mask.strides[0] : offset_of(mask, i / K, i % K);
+    ids[i] = mask.as<const std::uint8_t>()[at] != 0 ? ids[i] : -1;
+  }
+}
+
+// My pairs sorted by expert, as the others read them.
+void write_pairs(const Group& g, const Handle& h, char* slot) {
+  Scratch scratch;
+  auto* real = take<std::int32_t>(scratch, static_cast<std::int64_t>(h.ids.size()) + 1);
+  for (std::size_t i = 0; i < h.ids.size(); ++i) {
+    real[i] = h.ids[i] < g.config.experts ? h.ids[i] : -1;
+  }
+  const Routing r = sort_pairs(real, static_cast<std::int64_t>(h.ids.size()), g.config.experts, scratch);
+  auto* offsets = reinterpret_cast<std::int32_t*>(slot + g.layout.offsets);
+  for (std::int64_t e = 0; e <= g.config.experts; ++e) {
+    offsets[e] = static_cast<std::int32_t>(r.offsets[e]);
+  }
+  std::memcpy(slot + g.layout.src, r.src, static_cast<std::size_t>(r.routed()) * sizeof *r.src);
+  if (!h.weights.empty()) {
+    std::memcpy(slot + g.layout.weights, h.weights.data(), h.weights.size() * sizeof(float));
+  }
+}
+
+void write_tokens(const Group& g, const TensorView& x, bool int8, char* slot) {
+  const TensorView rows = window_view(g, slot, x.sizes[0], x.sizes[1], int8 ? DType::kI8 : x.dtype);
+  if (int8) {
+    quantize(x, rows, contiguous(slot + g.layout.scales, DType::kF32, {x.sizes[0]}));
+  } else {
+    copy_rows(x, rows);
+  }
+}
+
+Terms terms_of(Op op, const TensorView& x, bool int8) {
+  Terms t;
+  t.field[0] = static_cast<std::uint64_t>(op);
+  t.field[1] = static_cast<std::uint64_t>(x.sizes[1] * dtype_bytes(int8 ? DType::kI8 : x.dtype));
+  t.field[3] = static_cast<std::uint64_t>(x.dtype);
+  t.field[4] = int8 ? 1 : 0;
+  return t;
+}
+
+void check_current(std::string_view op, const Group& g, const Handle& h) {
+  g.check_healthy();
+  check(g.signature == h.signature, op, ": handle: expected that of the last dispatch, got another one");
+}
+
+const char* token_row(const Group& g, int source, std::int64_t token) {
+  return g.current(source) + g.layout.rows + token * row_pitch(g.row_bytes);
+}
+
+}  // namespace
+
+std::unique_ptr<Buffer> Buffer::create(const Config& config, Bootstrap& bootstrap) {
+  auto buffer = std::make_unique<Buffer>(config, bootstrap.rank(), bootstrap.size());
+  buffer->connect(bootstrap.all_gather(buffer->address()));
+  return buffer;
+}
+Buffer::Buffer(const Config& config, int rank, int ranks) : group_(std::make_unique<Group>(config, rank, ranks)) {}
+Buffer::~Buffer() = default;
+std::string Buffer::address() const { return group_->address(); }
+void Buffer::connect(const std::vector<std::string>& addresses) { group_->connect(addresses); }
+int Buffer::rank() const { return group_->rank; }
+int Buffer::ranks() const { return group_->ranks; }
+const Config& Buffer::config() const { return group_->config; }
+std::int64_t Buffer::first_expert() const { return group_->expert_begin[static_cast<std::size_t>(group_->rank)]; }
+std::int64_t Buffer::local_experts() const {
+  return group_->expert_begin[static_cast<std::size_t>(group_->rank) + 1] - first_expert();
+}
+std::vector<std::int64_t> Buffer::waited_microseconds() const { return group_->waited; }
+void Buffer::check_healthy() const { group_->check_healthy(); }
+void Buffer::reset(Bootstrap& bootstrap) {
+  const Config config = group_->config;
+  const int rank = group_->rank;
+  const int ranks = group_->ranks;
+  group_ = std::make_unique<Group>(config, rank, ranks);
+  group_->connect(bootstrap.all_gather(group_->address()));
+}
+
+HandlePtr Buffer::dispatch(const TensorView& x, const TensorView& ids, const DispatchOptions& o) {
+  constexpr std::string_view op = "ep_dispatch";
+  const FloatEnvironment environment;
+  Group& g = *group_;
+  return g.operation(op, [&]() -> HandlePtr {
+    check_tokens(op, g, x);
+    check_rank(op, {"ids", ids}, 2);
+    check_shape(op, {"ids", ids}, {x.sizes[0], ids.sizes[1]});
+    check(ids.sizes[1] >= 1 && ids.sizes[1] <= g.config.slots, op, ": ids: expected 1 to ", g.config.slots,
+          " slots (slots of the buffer), got ", ids.sizes[1]);
+    check(!o.int8 || x.dtype != DType::kF64, op, ": x: expected dtype float32, bfloat16 or float16, got dtype ",
+          x.dtype);
+    auto h = std::make_shared<Handle>();
+    h->tokens = x.sizes[0];
+    h->slots = ids.sizes[1];
+    {
+      Scratch scratch;
+      const std::int32_t* list = read_expert_ids(op, {"ids", ids}, all_experts(g.config), ExpertIds::kPlain, scratch);
+      h->ids.assign(list, list + h->tokens * h->slots);
+    }
+    apply_mask(op, o.mask, h->tokens, h->slots, h->ids.data());
+    read_weights(op, {"weights", o.weights}, h->tokens, h->slots, h->weights);
+
+    char* slot = g.next_slot();
+    write_pairs(g, *h, slot);
+    write_tokens(g, x, o.int8, slot);
+    Terms terms = terms_of(Op::kDispatch, x, o.int8);
+    terms.field[2] = static_cast<std::uint64_t>(h->slots);
+    terms.field[5] = o.needs_backward ? 1 : 0;
+    terms.field[6] = o.weights.defined() ? 1 : 0;
+    g.exchange(op, Op::kDispatch, terms, h->tokens);
+
+    std::vector<SourcePairs> sources;
+    for (int r = 0; r < g.ranks; ++r) {
+      const char* from = g.current(r);
+      sources.push_back({g.header(r).tokens, reinterpret_cast<const std::int32_t*>(from + g.layout.offsets),
+                         reinterpret_cast<const std::int32_t*>(from + g.layout.src),
+                         o.weights.defined() ? reinterpret_cast<const float*>(from + g.layout.weights) : nullptr});
+    }
+    place_rows(*h, g.rank, g.expert_begin, sources);
+    h->signature = hash_bytes(&g.generation, sizeof g.generation, g.epoch | 1);
+    g.signature = h->signature;
+    g.row_bytes = static_cast<std::int64_t>(terms.field[1]);
+    g.int8 = o.int8;
+    return h;
+  });
+}
+
+void Buffer::dispatch(const TensorView& x, const Handle& h) {
+  constexpr std::string_view op = "ep_dispatch";
+  Group& g = *group_;
+  g.operation(op, [&] {
+    check_tokens(op, g, x);
+    check_shape(op, {"x", x}, {h.tokens, x.sizes[1]});
+    check_handle(op, g, h);
+    write_tokens(g, x, false, g.next_slot());
+    Terms terms = terms_of(Op::kCachedDispatch, x, false);
+    terms.field[7] = h.signature;
+    g.exchange(op, Op::kCachedDispatch, terms, h.tokens);
+    g.signature = h.signature;
+    g.row_bytes = static_cast<std::int64_t>(terms.field[1]);
+    g.int8 = false;
+  });
+}
+
+// A token's row is read once and written to all its places, past the caches if they are many: what is written here is
+// read next by the experts, from its beginning.
+void Buffer::expand(const Handle& h, const TensorView& out, const TensorView& scales) const {
+  constexpr std::string_view op = "ep_expand";
+  const Group& g = *group_;
+  check_current(op, g, h);
+  check_rank(op, {"out", out}, 2);
+  check_inner_stride(op, {"out", out});
+  check_shape(op, {"out", out}, {h.rows, out.sizes[1]});
+  check(out.sizes[1] * dtype_bytes(out.dtype) == g.row_bytes, op, ": out: expected rows of ", g.row_bytes,
+        " bytes, got ", out.sizes[1] * dtype_bytes(out.dtype));
+  check(g.int8 == (out.dtype == DType::kI8), op, ": out: expected dtype ", g.int8 ? "int8" : "of the tokens",
+        ", got dtype ", out.dtype);
+  check(g.int8 == scales.defined(), op, ": scales: expected ", g.int8 ? "a tensor" : "none",
+        " for the rows that were sent, got ", scales.defined() ? "a tensor" : "none");
+  if (g.int8) {
+    check_shape(op, {"scales", scales}, {h.rows});
+    check_dtype(op, {"scales", scales}, DType::kF32);
+  }
+  if (h.rows == 0) {
+    return;
+  }
+  Scratch scratch;
+  // Places of every pair that comes to me, source by source.
+  std::vector<std::int64_t> first(1, 0);
+  for (const std::int64_t tokens : h.source_tokens) {
+    first.push_back(first.back() + tokens);
+  }
+  auto* places = take<std::int32_t>(scratch, first.back() * h.slots);
+  std::memset(places, 0xff, static_cast<std::size_t>(first.back() * h.slots) * sizeof *places);
+  for (std::size_t j = 0; j < h.row_pair.size(); ++j) {
+    const std::int64_t source = first[static_cast<std::size_t>(h.row_rank[j])];
+    places[source * h.slots + h.row_pair[j]] = static_cast<std::int32_t>(j);
+  }
+  const Kernels& kernels = ep_kernels_for(active_isa());
+  const bool stream = should_stream_rows(out);
+  for_row_tasks(first.back(), g.row_bytes * h.slots / g.ranks, [&](std::int64_t begin, std::int64_t end, std::int64_t) {
+    auto source = std::upper_bound(first.begin(), first.end(), begin) - first.begin() - 1;
+    for (std::int64_t t = begin; t < end; ++t) {
+      while (t >= first[static_cast<std::size_t>(source) + 1]) {
+        ++source;
+      }
+      const int r = static_cast<int>(source);
+      const std::int64_t token = t - first[static_cast<std::size_t>(source)];
+      for (std::int64_t k = 0; k < h.slots; ++k) {
+        const std::int64_t place = places[t * h.slots + k];
+        if (place < 0) {
+          continue;
+        }
+        char* to = static_cast<char*>(out.data) + place * out.strides[0] * dtype_bytes(out.dtype);
+        if (stream) {
+          kernels.stream_row(to, token_row(g, r, token), g.row_bytes);
+        } else {
+          std::memcpy(to, token_row(g, r, token), static_cast<std::size_t>(g.row_bytes));
+        }
+        if (g.int8) {
+          scales.as<float>()[place * scales.strides[0]] =
+              reinterpret_cast<const float*>(g.current(r) + g.layout.scales)[token];
+        }
+      }
+    }
+    if (stream) {
+      kernels.fence();
+    }
+  });
+}
+
+std::vector<const void*> Buffer::row_pointers(const Handle& h) const {
+  const Group& g = *group_;
+  check_current("ep_row_pointers", g, h);
+  std::vector<const void*> rows(h.row_pair.size());
+  for (std::size_t j = 0; j < rows.size(); ++j) {
+    rows[j] = token_row(g, h.row_rank[j], h.row_pair[j] / h.slots);
+  }
+  return rows;
+}
+
+TensorView Buffer::window_rows(std::int64_t rows, std::int64_t width, DType dtype) const {
+  constexpr std::string_view op = "ep_window_rows";
+  const Group& g = *group_;
+  g.check_healthy();
+  check(rows >= 0 && rows <= g.layout.row_capacity, op, ": rows: expected 0..", g.layout.row_capacity, ", got ", rows);
+  const TensorView view = window_view(g, g.next_slot(), rows, width, dtype);
+  check_row_bytes(op, g, {"rows", view});
+  return view;
+}
+
+}  // namespace tidegate::ep

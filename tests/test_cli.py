@@ -1,0 +1,171 @@
+"""The command `tidegate`: help, errors that say what to do, exit codes, and the programs on tiny models."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tidegate import cli
+from tidegate.cli import memory
+
+transformers = pytest.importorskip("transformers")
+NAMES = [module.NAME for module in cli.COMMANDS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a tiny model of bytes."""
+    from tidegate.check.tiny import build
+
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    build("qwen3_5_moe", vocab_size=256).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments):
+        code = cli.main([str(a) for a in arguments])
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_has_an_example_defaults_and_exit_codes(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([name, "--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert f"  tidegate {name}" in text.split("examples:")[1] and "exit codes:" in text
+
+
+def test_no_command_and_unknown_ones(run, capsys):
+    code, out, _ = run()
+    assert code == 2 and all(name in out for name in NAMES)
+    for wrong in (["frobnicate"], ["fuzz", "--seconds", "0"], ["check"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(wrong)
+        assert stop.value.code == 2
+    assert "number from 1 on" in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, tidegate.cli.command, tidegate.cli.memory; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_report(run, folder):
+    code, out, _ = run("report")
+    assert code == 0 and "isa in use" in out and "qwen3_5_moe" in out
+    code, out, _ = run("report", folder, "--json")
+    document = json.loads(out)
+    assert code == 0 and document["torch"] == torch.__version__
+    layers = [row for row in document["patch"] if row["op"] == "gdn_layer"]
+    assert [row["status"] for row in layers] == ["installed"] * 3
+
+
+def test_check_of_a_family_and_of_a_folder(run, folder):
+    code, out, _ = run("check", "qwen3_5")
+    assert code == 0 and "verdict: all equal" in out
+    code, out, _ = run("check", folder, "--dtype", "float32")
+    assert code == 0 and "Qwen3_5MoeForCausalLM, patched" in out
+
+
+def test_check_that_fails_has_exit_code_1(run, monkeypatch):
+    """Transformers alone lets packed samples see each other, which check finds."""
+    code, out, _ = run("check", "qwen3_5", "--unpatched")
+    assert code == 1 and "WRONG" in out
+
+
+@pytest.mark.parametrize("name", ["check", "generate", "train"])
+def test_a_missing_folder(run, name, tmp_path):
+    more = {"check": [], "generate": ["--prompt", "a"], "train": ["--data", "x.jsonl"]}[name]
+    code, _, err = run(name, tmp_path / "nothing", *more)
+    assert code == 2 and "no such folder" in err and "hf download" in err
+    (tmp_path / "empty").mkdir()
+    code, _, err = run(name, tmp_path / "empty", *more)
+    assert code == 2 and "no config.json" in err
+
+
+def test_models_that_are_not_supported(run, tmp_path):
+    transformers.LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "llama")
+    code, _, err = run("check", tmp_path / "llama")
+    assert code == 2 and "llama model: it has no linear-attention layers" in err and "qwen3_next" in err
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text('{"model_type": "of_tomorrow"}')
+    code, _, err = run("check", tmp_path / "odd")
+    assert code == 2 and "cannot read it" in err and "pip install -U transformers" in err
+
+
+def test_too_little_memory(run, folder, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda: 1e6)
+    code, _, err = run("generate", folder, "--prompt", "a", "--bytes")
+    assert code == 3 and "needs about" in err and "--ignore-memory" in err
+    code, _, _ = run("generate", folder, "--prompt", "a", "--bytes", "--tokens", 2, "--ignore-memory")
+    assert code == 0
+
+
+def test_memory_counts_parameters(folder):
+    from tidegate.check.tiny import build
+
+    model = build("qwen3_5_moe", vocab_size=256)
+    count = sum(p.numel() for p in model.parameters())
+    assert memory.count_parameters(folder) == count
+    assert memory.estimate(count, "bfloat16") - memory.SLACK == 2 * count
+    assert memory.estimate(count, "float32", count) - memory.SLACK == 16 * count
+
+
+def test_generate_says_what_the_model_says(run, folder):
+    arguments = ("generate", folder, "--bytes", "--prompt", "tide", "--tokens", 12, "--dtype", "float32")
+    code, ours, err = run(*arguments)
+    assert code == 0 and "prefill of 4 tokens" in err and "decode" in err
+    code, theirs, err = run(*arguments, "--unpatched")
+    assert code == 0 and ours == theirs and "Transformers alone" in err
+    code, _, err = run("generate", folder, "--prompt", "tide")
+    assert code == 2 and "--bytes" in err
+    code, _, err = run(*arguments[:3], "--prompt", "")
+    assert code == 2 and "at least one token" in err
+
+
+@pytest.mark.parametrize("how", [("--packed",), (), ("--packed", "--lora")])
+def test_train(run, folder, tmp_path, how):
+    if "--lora" in how:
+        pytest.importorskip("peft")
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": f"the tide turns at {i} "}) + "\n" for i in range(12)))
+    out = tmp_path / "out"
+    arguments = ("train", folder, "--bytes", "--data", data, "--output", out, "--epochs", 8, "--lr", "1e-2")
+    code, text, _ = run(*arguments, "--batch-tokens", 150, "--dtype", "float32", *how)
+    assert code == 0 and "saved to" in text
+    first, last = (float(x) for x in text.split("loss ")[-1].split(";")[0].split(" -> "))
+    assert last < first - 0.1
+    assert (out / ("adapter_config.json" if "--lora" in how else "config.json")).is_file()
+    assert run(*arguments)[0] == 2  # the folder is not empty
+
+
+def test_train_refuses_bad_data(run, folder, tmp_path):
+    data = tmp_path / "data.jsonl"
+    arguments = ("train", folder, "--bytes", "--data", data, "--output", tmp_path / "out")
+    assert run(*arguments)[0] == 2
+    data.write_text('{"text": "fine"}\n{"txt": "wrong"}\n')
+    code, _, err = run(*arguments)
+    assert code == 2 and f"{data}:2: KeyError" in err and '{"text": "..."}' in err
+    code, _, err = run(*arguments, "--packed", "--unpatched")
+    assert code == 2 and "see each other" in err
+
+
+def test_batches_hold_what_they_may():
+    from tidegate.cli.train import batches
+
+    samples = [{"input_ids": [1] * n, "labels": [1] * n} for n in (5, 1, 9, 30, 2, 2)]
+    for padded in (False, True):
+        found = list(batches(samples, 12, 0, padded))
+        assert sorted(len(s["input_ids"]) for b in found for s in b) == [1, 2, 2, 5, 9, 30]
+        for batch in found:
+            sizes = [len(s["input_ids"]) for s in batch]
+            assert len(batch) == 1 or (max(sizes) * len(sizes) if padded else sum(sizes)) <= 12

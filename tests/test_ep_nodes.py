@@ -1,0 +1,89 @@
+"""Expert parallelism between nodes: one row for every token and node, exact and fast. Nodes are names here."""
+
+import pytest
+import torch
+from compare import error
+from ep_ranks import run_ranks
+
+import tidegate
+
+pytestmark = pytest.mark.skipif(tidegate.isa() == "fallback", reason="needs the native library")
+E, K, H, WIDTH = 10, 4, 24, 8
+
+
+def leaves(*tensors):
+    return [t.detach().clone().requires_grad_() for t in tensors]
+
+
+def make(counts, dtype):
+    generator = torch.Generator().manual_seed(3)
+    random = lambda *sizes: torch.randn(*sizes, generator=generator)  # noqa: E731
+    total = sum(counts)
+    floats = [random(total, H), random(total, K).softmax(1), random(E, 2 * WIDTH, H) / 4, random(E, H, WIDTH) / 3]
+    ids = torch.randint(-1, E, (total, K), generator=generator)
+    return ids, [f.to(dtype) for f in floats], random(total, H).to(dtype)
+
+
+def layer(rank, ranks, nodes, counts, dtype, mode):
+    buffer = tidegate.ep.NodesBuffer(
+        experts=E, slots=K, row_bytes=4 * H, max_tokens=max(counts), node=nodes[rank], combine=mode
+    )
+    assert buffer.nodes == list(dict.fromkeys(nodes))
+    ids, (x, weights, gate_up, down), dout = make(counts, dtype)
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    experts = slice(buffer.expert_begin[rank], buffer.expert_begin[rank + 1])
+    given = leaves(x[own], weights[own], gate_up[experts], down[experts])
+    out = tidegate.ep.experts(buffer, given[0], ids[own], *given[1:])
+    out.backward(dout[own])
+    with torch.no_grad():
+        assert torch.equal(tidegate.ep.experts(buffer, given[0], ids[own], *given[1:]), out)
+    # Parts of their own, with a shared expert and a mask that changes nothing.
+    handle = buffer.dispatch(x[own], ids[own], weights[own], mask=torch.ones(counts[rank], dtype=torch.bool))
+    rows = buffer.expand(handle)
+    plain, _ = buffer.combine(rows, handle)
+    shared, _ = buffer.combine(rows, handle, shared_x=x[own])
+    torch.testing.assert_close(shared, plain + x[own], rtol=2e-2, atol=2e-2)
+    sent = sum(len(tokens) for r, tokens in enumerate(handle.sent) if nodes[r] != nodes[rank])
+    return [out.detach(), *[t.grad for t in given]], sent
+
+
+CASES = [
+    (["a", "a", "b", "b"], [16, 3, 0, 9], torch.float32, "exact"),
+    (["a", "b", "a"], [4, 5, 6], torch.bfloat16, "exact"),
+    (["a", "b", "a", "b"], [7, 0, 5, 2], torch.float32, "fast"),
+    (["a", "a", "b", "b"], [16, 3, 0, 9], torch.bfloat16, "fast"),
+]
+
+
+@pytest.mark.parametrize("nodes,counts,dtype,mode", CASES)
+def test_layer_over_nodes(nodes, counts, dtype, mode, tmp_path):
+    results = run_ranks(len(nodes), tmp_path / "ranks", layer, nodes, counts, dtype, mode)
+    ids, floats, dout = make(counts, dtype)
+    given = leaves(*floats)
+    out = tidegate.moe_experts(given[0], ids, *given[1:], round_y=True)
+    out.backward(dout)
+    found = [torch.cat(parts) for parts in zip(*[result for result, _ in results], strict=True)]
+    want = [out.detach(), *[t.grad for t in given]]
+    for name, got, wanted in zip("out dx dweights dgate_up ddown".split(), found, want, strict=True):
+        if mode == "exact" and (name in ("out", "dweights") or (name == "dx" and dtype == torch.float32)):
+            assert torch.equal(got, wanted), name
+        else:  # sums by node, or tokens of an expert in the order of nodes
+            assert error(got, wanted) < (1e-6 if dtype == torch.float32 else 6e-3), name
+    # One row for every token and node that has one of its experts.
+    share = [[E * r // len(nodes), E * (r + 1) // len(nodes)] for r in range(len(nodes))]
+    node_of = {e: nodes[r] for r, (begin, end) in enumerate(share) for e in range(begin, end)}
+    owner = [nodes[r] for r, count in enumerate(counts) for _ in range(count)]
+    pairs = {(t, node_of[e]) for t, row in enumerate(ids.tolist()) for e in row if e >= 0}
+    assert sum(sent for _, sent in results) == sum(node != owner[t] for t, node in pairs)
+
+
+def wrong(rank, ranks):
+    with pytest.raises(ValueError, match="combine: expected exact or fast, got slow"):
+        tidegate.ep.NodesBuffer(experts=E, slots=K, row_bytes=4 * H, max_tokens=4, combine="slow")
+    # A buffer of one node says so when its ranks are on two.
+    with pytest.raises(RuntimeError, match="is on node "):
+        tidegate.ep.Buffer(experts=E, slots=K, row_bytes=4 * H, max_tokens=4, node_id=f"node{rank}")
+
+
+def test_errors(tmp_path):
+    run_ranks(2, tmp_path / "ranks", wrong)
