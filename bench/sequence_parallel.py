@@ -4,10 +4,10 @@
     python bench/sequence_parallel.py                     # T = 16384 on 1, 2 and 4 ranks, and where the modes cross
     python bench/sequence_parallel.py --tokens 4096 --ranks 1 2
 
-Convolution and delta rule of Qwen3-Next's heads (16/32, K = V = 128, bf16), forward and backward. Ranks are processes on
-gloo with the machine's cores shared among them. Times are medians of the slowest rank, modes interleaved. Memory is the
-largest growth of a rank's peak resident set over one forward and backward, its inputs included. More ranks than cores
-only show bytes and memory: a time then says little.
+Convolution and delta rule of Qwen3-Next's heads (16/32, K = V = 128, bf16), forward and backward. Ranks are processes
+on gloo with the machine's cores shared among them. Times are medians of the slowest rank, modes interleaved; bytes are
+those of the rank that sends most. Memory is the largest growth of a rank's peak resident set over one forward and
+backward, its inputs included, in processes of their own.
 """
 
 import argparse
@@ -40,9 +40,6 @@ class Alone:
     def all_to_all(self, buffer, sends, receives, purpose):
         return buffer
 
-    def barrier(self):
-        pass
-
 
 def problem(plan, dtype=torch.bfloat16):
     """Inputs of a rank and the gradient of its output."""
@@ -73,74 +70,97 @@ def timed(plan, tensors, do, link):
     return found.tolist()
 
 
-def peak(plan, link):
-    """Bytes by which one forward and backward, with their inputs, raise this rank's peak; the largest of all ranks."""
+def peak(plan):
+    """Bytes by which one forward and backward, with their inputs, raise this rank's peak."""
     with open("/proc/self/clear_refs", "w") as f:
-        f.write("5")
+        f.write("5")  # forget the peak of what came before
     before = status("VmRSS")
     step(plan, *problem(plan))
-    found = torch.tensor(status("VmHWM") - before)
-    if plan.ranks > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=link.group)
-    return int(found)
+    return status("VmHWM") - before
 
 
 def measure(link, tokens, reps):
-    """Per mode: forward, forward + backward seconds, bytes sent forward and backward, predicted bytes, peak bytes."""
-    cu = (0, tokens)
-    modes = LINEAR if link.size > 1 else ("heads",)
+    """Per mode: seconds of forward and of both, bytes sent in both, and those of a forward by the formula."""
+    cu, modes = (0, tokens), LINEAR if link.size > 1 else ("heads",)
     plans = {mode: SpPlan(link, split(cu, link.size), cu, mode) for mode in modes}
-    rows = {}
-    for mode, plan in plans.items():
-        rows[mode] = dict(peak=peak(plan, link))
     tensors, do = problem(plans[modes[0]])
-    times = {mode: [] for mode in modes}
+    times, sent = {mode: [] for mode in modes}, {}
     for _ in range(reps):
         for mode, plan in plans.items():
             link.traffic = {}
             times[mode].append(timed(plan, tensors, do, link))
-            sent = sum(t.sent for name, t in link.traffic.items() if name in ("heads", "state", "halo"))
-            rows[mode]["sent"] = sent
-    for mode in modes:
-        rows[mode]["forward"], rows[mode]["both"] = (statistics.median(t[i] for t in times[mode]) for i in (0, 1))
-        own = plans[mode].own.tokens
-        rows[mode]["formula"] = payload(mode, Heads(*SIZES, 0), own, link.size, 2) if link.size > 1 else 0
+            sent[mode] = most(link, sum(t.sent for t in link.traffic.values()))
+    rows = {}
+    for mode, plan in plans.items():
+        forward, both = (statistics.median(t[i] for t in times[mode]) for i in (0, 1))
+        formula = payload(mode, Heads(*SIZES, 0), plan.own.tokens, link.size, 2) if link.size > 1 else 0
+        rows[mode] = dict(forward=forward, both=both, sent=sent[mode], formula=formula)
     return rows
 
 
-def show(ranks, tokens, rows):
+def most(link, value):
+    """The largest value of all ranks."""
+    found = torch.tensor(value)
+    if link.size > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=link.group)
+    return int(found)
+
+
+def show(ranks, tokens, rows, peaks):
     for mode, row in rows.items():
-        print(
-            f"| {ranks} | {tokens} | {'one process' if ranks == 1 else mode} | {row['sent'] / 1e6:.2f} | "
-            f"{row['formula'] / 1e6:.2f} | {1e3 * row['forward']:.0f} | {1e3 * row['both']:.0f} | "
-            f"{row['peak'] / 1e6:.0f} |",
-            flush=True,
-        )
+        cells = [
+            str(ranks),
+            str(tokens),
+            "one process" if ranks == 1 else mode,
+            f"{row['sent'] / 1e6:.2f}",
+            f"{row['formula'] / 1e6:.2f}",
+            f"{1e3 * row['forward']:.0f}",
+            f"{1e3 * row['both']:.0f}",
+            f"{peaks[mode] / 1e6:.0f}" if mode in peaks else "",
+        ]
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
-def worker(rank, ranks, port, options):
+def start(rank, ranks, port, threads):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(max(options.threads // ranks, 1))
+    torch.set_num_threads(max(threads // ranks, 1))
     if ranks > 1:
         dist.init_process_group("gloo", rank=rank, world_size=ranks)
     link = Link(dist.group.WORLD) if ranks > 1 else Alone()
     warm = SpPlan(link, split((0, 256), ranks), (0, 256), "heads")
     step(warm, *problem(warm))  # workspaces, connections and code are there before anything counts
-    rows = measure(link, options.tokens, options.reps)
-    if rank == 0:
-        show(ranks, options.tokens, rows)
-    if ranks > 1 and options.crossover:
-        tokens = 64 * ranks
-        while tokens <= min(options.tokens // 2, 4096):
-            rows = measure(link, tokens, options.reps)
-            if rank == 0:
-                show(ranks, tokens, rows)
-                best = min(rows, key=lambda mode: rows[mode]["both"])
-                print(f"<!-- {ranks} ranks, {tokens // ranks} tokens a rank: {best} is fastest -->", flush=True)
-            tokens *= 2
+    return link
+
+
+def finish(ranks):
     if ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def memory_worker(rank, ranks, port, options, mode, results):
+    link = start(rank, ranks, port, options.threads)
+    cu = (0, options.tokens)
+    found = most(link, peak(SpPlan(link, split(cu, ranks), cu, mode)))
+    if rank == 0:
+        results.put(found)
+    finish(ranks)
+
+
+def time_worker(rank, ranks, port, options, peaks):
+    link = start(rank, ranks, port, options.threads)
+    rows = measure(link, options.tokens, options.reps)
+    if rank == 0:
+        show(ranks, options.tokens, rows, peaks)
+    tokens = 64 * ranks
+    while ranks > 1 and options.crossover and tokens <= min(options.tokens // 2, 4096):
+        rows = measure(link, tokens, options.reps)
+        if rank == 0:
+            show(ranks, tokens, rows, {})
+            best = min(rows, key=lambda mode: rows[mode]["both"])
+            print(f"<!-- {ranks} ranks, {tokens // ranks} tokens a rank: {best} is fastest -->", flush=True)
+        tokens *= 2
+    finish(ranks)
 
 
 def free_port():
@@ -165,8 +185,13 @@ def main():
     print(f"tidegate {tidegate.__version__}, isa {tidegate.isa()}, {options.threads} threads in all\n")
     print("| ranks | T | mode | sent MB (F+B) | formula MB (F) | F ms | F+B ms | peak MB |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
+    results = mp.get_context("spawn").SimpleQueue()
     for ranks in options.ranks:
-        mp.start_processes(worker, (ranks, free_port(), options), nprocs=ranks, start_method="spawn")
+        peaks = {}
+        for mode in LINEAR if ranks > 1 else ("heads",):
+            mp.start_processes(memory_worker, (ranks, free_port(), options, mode, results), nprocs=ranks)
+            peaks[mode] = results.get()
+        mp.start_processes(time_worker, (ranks, free_port(), options, peaks), nprocs=ranks)
 
 
 if __name__ == "__main__":

@@ -50,12 +50,13 @@ def _worker(rank, world, port, load, names, results):
         time.sleep(0.05)
 
 
-def run(load, names, world, folder):
-    """Runs the cases load()[name] on `world` processes; returns what failed, by name (an empty list: nothing)."""
+def run(load, names, world, folder, method="forkserver"):
+    """Runs the cases load()[name] on `world` processes; returns what failed, by name (an empty list: nothing).
+
+    forkserver imports torch once for all; spawn makes processes that see the environment as it is now.
+    """
     results = str(folder / "results")
     multiprocessing.set_forkserver_preload(["torch", "tidegate"])
-    mp.start_processes(
-        _worker, (world, _free_port(), load, list(names), results), nprocs=world, start_method="forkserver"
-    )
+    mp.start_processes(_worker, (world, _free_port(), load, list(names), results), nprocs=world, start_method=method)
     everyone = [torch.load(f"{results}.{rank}") for rank in range(world)]
     return {name: [of[name] for of in everyone if of[name]] for name in names}

@@ -293,6 +293,39 @@ def sharded_parameters(ranks):
     assert_same((want[0], loss.detach(), found), want, lambda: exact)
 
 
+def averaged_by_ddp(ranks):
+    model = copy.deepcopy(build("qwen3_5"))
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=ranks.groups[2])
+    sequence_parallel(wrapped, ranks.groups[2], "heads", grad_reduction="mean")
+    loss = wrapped(**batch((30, 11))).loss
+    loss.backward()
+    want, exact = (alone("qwen3_5", "two", (30, 11), t) for t in (torch.float32, torch.float64))
+    assert_same((want[0], loss.detach(), gradients(model)), want, lambda: exact)
+
+
+def two_dimensions(ranks):
+    """Two rows of data, each cut among two ranks; FSDP2 over all four."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    model, kinds = copy.deepcopy(build("qwen3_5")), ((30, 11), (20, 25))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    sequence_parallel(model, mesh["sequence"], "chain", grad_reduction="mean")
+    loss = model(**batch(kinds[mesh.get_local_rank("data")])).loss
+    loss.backward()
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    def mean(dtype):
+        a, b = (alone("qwen3_5", "two", kind, dtype) for kind in kinds)
+        return a[0], loss.detach(), {name: (a[2][name] + b[2][name]) / 2 for name in a[2]}
+
+    want = mean(torch.float32)
+    assert_same((want[0], loss.detach(), found), want, lambda: mean(torch.float64))
+
+
 def undone(ranks):
     model = tiny.build("qwen3_5")
     patched = tidegate.patch(model)
@@ -362,6 +395,8 @@ def cases():
     add("router-loss", 3, router_loss)
     add("checkpointing", 3, checkpointing)
     add("sharded-parameters", 2, sharded_parameters)
+    add("averaged-by-ddp", 2, averaged_by_ddp)
+    add("two-dimensions", 4, two_dimensions)
     add("undone", 2, undone)
     add("text-model-alone", 2, text_model_alone)
     return found
