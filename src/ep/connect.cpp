@@ -29,7 +29,7 @@ struct Address {
 
 void copy_text(char* to, std::size_t size, const std::string& text) {
   std::memset(to, 0, size);
-  std::memcpy(to, text.data(), std::min(text.size(), size - 1));
+  text.copy(to, size - 1);
 }
 
 }  // namespace
@@ -61,11 +61,11 @@ Group::Group(const Config& c, int rank_of_mine, int rank_count)
   waited.assign(static_cast<std::size_t>(ranks), 0);
   window_ = make_window(static_cast<std::size_t>(layout.bytes));
   peers_.resize(static_cast<std::size_t>(ranks));
-  doorway_.emplace();
+  doorway_ = std::make_unique<Doorway>();
 }
 
 std::string Group::address() const {
-  check(doorway_.has_value(), kOp, ": address: expected a buffer that is not connected yet, got one that is");
+  check(doorway_ != nullptr, kOp, ": address: expected a buffer that is not connected yet, got one that is");
   Address a{};
   const std::uint64_t numbers[] = {static_cast<std::uint64_t>(ranks),
                                    static_cast<std::uint64_t>(config.experts),
@@ -112,11 +112,11 @@ void Group::connect(const std::vector<std::string>& addresses) {
                     ": a buffer's ranks share memory; set TIDEGATE_NODE_ID if they are on one node");
     }
   }
-  std::vector<std::optional<Visit>> visits(all.size());
+  std::vector<std::unique_ptr<Visit>> visits(all.size());
   for (int r = 0; r < ranks; ++r) {
     if (r != rank) {
       const Address& a = all[static_cast<std::size_t>(r)];
-      visits[static_cast<std::size_t>(r)].emplace(a.socket, a.secret, rank);
+      visits[static_cast<std::size_t>(r)] = std::make_unique<Visit>(a.socket, a.secret, rank);
       peers_[static_cast<std::size_t>(r)].life = visits[static_cast<std::size_t>(r)]->life();
     }
   }

@@ -3,9 +3,7 @@
 
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -112,7 +110,7 @@ class Group {
   bool connected_ = false;
   std::string failure_;
   Fd window_;
-  std::optional<Doorway> doorway_;
+  std::unique_ptr<Doorway> doorway_;  // until all ranks have come
   std::vector<Peer> peers_;
 };
 

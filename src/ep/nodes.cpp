@@ -15,6 +15,7 @@ std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 std::vector<std::int64_t> counts_of(const std::vector<std::vector<std::int32_t>>& lists) {
   std::vector<std::int64_t> counts;
+  counts.reserve(lists.size());
   for (const auto& list : lists) {
     counts.push_back(static_cast<std::int64_t>(list.size()));
   }
