@@ -34,9 +34,11 @@ def batch(kind):
 @functools.cache
 def build(family, heads="two", dtype=torch.float32):
     model = tiny.build(family, **HEADS[heads]).to(dtype)
-    if dtype == torch.float64 and family != "qwen3_5":
+    options = {}
+    if dtype == torch.float64 and family != "qwen3_5":  # Transformers' own experts and router in fp64
         model.set_experts_implementation("eager")
-    tidegate.patch(model)
+        options = dict(router=False)
+    tidegate.patch(model, options=options)
     return model
 
 
