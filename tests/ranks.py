@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = datetime.timedelta(seconds=120)  # a rank that hangs ends the run
+PATIENCE = datetime.timedelta(seconds=60)  # a rank that hangs ends the run
 
 
 class Ranks(NamedTuple):

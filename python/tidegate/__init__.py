@@ -76,6 +76,6 @@ __all__ = [
 
 
 def __getattr__(name):
-    if name == "ep":  # imported when it is used: torch.distributed takes its time
-        return importlib.import_module("tidegate.ep")
+    if name in ("ep", "parallel"):  # imported when they are used: torch.distributed takes its time
+        return importlib.import_module(f"tidegate.{name}")
     raise AttributeError(f"module 'tidegate' has no attribute {name!r}")

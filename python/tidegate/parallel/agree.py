@@ -4,7 +4,9 @@ import torch
 
 from tidegate.errors import SequenceParallelError
 
+ANY = "a gradient of the input"  # the one fact that may differ: it counts as soon as one rank has it
 FACTS = (  # what must be equal on all ranks, in words for the error
+    "settings",
     "batch rows",
     "tokens",
     "boundaries of sequences",
@@ -15,9 +17,10 @@ FACTS = (  # what must be equal on all ranks, in words for the error
     "grad mode",
     "parameters that need gradients",
     "arguments",
-)  # and one fact that may differ: whether the input needs a gradient
+    ANY,
+)
 _TEXT = 400  # bytes of an error's text that others see
-_HEAD = len(FACTS) + 2
+_HEAD = 8 * (1 + len(FACTS))
 
 
 def fingerprint(values):
@@ -25,33 +28,31 @@ def fingerprint(values):
     return hash(tuple(values))
 
 
-def agree(link, error=None, facts=()):
+def _said(row):
+    """The text of a rank's error, or empty."""
+    length = int(row[:8].view(torch.int64))
+    return bytes(row[_HEAD : _HEAD + length].tolist()).decode(errors="replace")
+
+
+def agree(link, error, facts):
     """One exchange of fixed size. Raises the same SequenceParallelError on all ranks if any rank has an error, or if
-    their facts differ. Returns whether the input of any rank needs a gradient."""
-    head = torch.zeros(_HEAD, dtype=torch.int64)
-    text = torch.zeros(_TEXT, dtype=torch.uint8)
-    if error is not None:
-        said = f"{type(error).__name__}: {error}".encode()[:_TEXT]
-        head[0] = len(said)
-        text[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-    elif facts:
-        head[1 : 1 + len(facts)] = torch.tensor(facts, dtype=torch.int64)
+    their facts (a number for some of FACTS) differ. Returns whether any rank has the fact ANY."""
+    said = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_TEXT]
+    head = torch.tensor([len(said), *(facts.get(name, 0) for name in FACTS)])
+    text = torch.tensor([*said, *bytes(_TEXT - len(said))], dtype=torch.uint8)
     found = link.all_gather(torch.cat([head.view(torch.uint8), text]), "agree")
-    heads = found[:, : 8 * _HEAD].contiguous().view(torch.int64)
-    bad = [r for r in range(link.size) if int(heads[r, 0])]
-    if bad:
-        said = [
-            bytes(found[r, 8 * _HEAD : 8 * _HEAD + int(heads[r, 0])].tolist()).decode(errors="replace") for r in bad
-        ]
-        lines = "; ".join(f"rank {r}: {text}" for r, text in zip(bad, said, strict=True))
-        raise SequenceParallelError(f"sequence parallelism: {lines}") from error
-    for i, what in enumerate(FACTS, 1):
-        values = heads[:, i].tolist()
-        if len(set(values)) > 1:
-            other = next(r for r in range(link.size) if values[r] != values[0])
-            values = f": {values[0]} and {values[other]}" if all(0 <= v < 1 << 40 for v in values) else ""
+    errors = {r: text for r in range(link.size) if (text := _said(found[r]))}
+    if errors:
+        same = len(errors) == link.size and len(set(errors.values())) == 1
+        lines = [errors[0]] if same else [f"rank {r}: {text}" for r, text in errors.items()]
+        raise SequenceParallelError(f"sequence parallelism: {'; '.join(lines)}") from error
+    numbers = found[:, 8:_HEAD].contiguous().view(torch.int64)
+    for what, values in zip(FACTS[:-1], numbers.T.tolist(), strict=False):
+        other = next((r for r in range(link.size) if values[r] != values[0]), None)
+        if other is not None:
+            values = f": {values[0]} and {values[other]}" if what in ("batch rows", "tokens") else ""
             raise SequenceParallelError(
                 f"sequence parallelism: {what} differ between rank 0 and rank {other}{values}; every rank of the group "
-                "must be given the same batch"
+                "must be given the same"
             )
-    return bool(heads[:, -1].any())
+    return bool(numbers[:, -1].any())

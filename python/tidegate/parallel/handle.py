@@ -7,7 +7,7 @@ import torch
 from tidegate.errors import SequenceParallelError
 from tidegate.packed import support
 from tidegate.parallel import choice, inputs, whole
-from tidegate.parallel.agree import agree, fingerprint
+from tidegate.parallel.agree import ANY, agree, fingerprint
 from tidegate.parallel.link import Link, group_of
 from tidegate.parallel.model import OP, parallel_forward
 from tidegate.parallel.plan import SpPlan, split
@@ -52,23 +52,35 @@ class SequenceParallel:
         self._site = None
         if not self.on:
             return
-        patched = existing_handle(root)
-        if patched is None:
-            raise SequenceParallelError("the model is not patched: call tidegate.patch(model) first")
-        self._patched = patched
-        self.padding_free = patched.settings.options.padding_free
-        self.heads = _heads(root, patched.settings.options)
-        self.attention = choice.attention_mode(attention, self.heads, link.size)
-        refused = choice.refusal(mode, self.heads, link.size)
-        if refused:
-            raise SequenceParallelError(refused)
-        self.dtype = next((p.dtype for p in root.parameters() if p.is_floating_point()), torch.float32)
+        error = None
+        try:
+            self._look_at(root, attention)
+        except Exception as problem:  # the other ranks must not wait for this one
+            error = problem
+        agree(link, error, {"settings": fingerprint(f"{mode} {attention} {grad_reduction}".encode())})
         self.costs = choice.measure(link, self.heads, self.dtype) if mode == "auto" and self.heads.HK else None
         self._site = ForwardSite("", OP, root, "I:wrapper", parallel_forward)
         self._site.parallel = self
-        patched.sites.append(self._site)
-        self._site.install(patched.settings, patched)
+        self._patched.sites.append(self._site)
+        self._site.install(self._patched.settings, self._patched)
         self._site.reason = self.report()
+
+    def _look_at(self, root, attention):
+        """What the model has, once it is known that it can run so."""
+        record = root.__dict__.get("_tidegate")
+        if record is not None and OP in record.sites:
+            raise SequenceParallelError("the model is sequence-parallel already: undo() the first one")
+        self._patched = existing_handle(root)
+        if self._patched is None:
+            raise SequenceParallelError("the model is not patched: call tidegate.patch(model) first")
+        options = self._patched.settings.options
+        self.padding_free = options.padding_free
+        self.heads = _heads(root, options)
+        self.attention = choice.attention_mode(attention, self.heads, self.link.size)
+        refused = choice.refusal(self.mode, self.heads, self.link.size)
+        if refused:
+            raise SequenceParallelError(refused)
+        self.dtype = next((p.dtype for p in root.parameters() if p.is_floating_point()), torch.float32)
 
     # Steps
 
@@ -79,7 +91,7 @@ class SequenceParallel:
         """
         if not self.on:
             return dict(batch)
-        error, facts = None, ()
+        error, facts = None, {}
         try:
             found, starts = self._read(batch, starts)
             facts = self._facts(found, starts)
@@ -124,21 +136,22 @@ class SequenceParallel:
         ids = found.tokens.get("input_ids")
         labels = found.tokens.get("shift_labels")
         embeds = found.tokens.get("inputs_embeds")
-        return (
-            found.shape[0],
-            found.cu[-1],
-            fingerprint(found.cu),
-            0 if ids is None else fingerprint(ids.flatten().tolist()),
-            0 if labels is None else fingerprint(labels.flatten().tolist()),
-            fingerprint(starts),
-            0 if embeds is None else 1 + list(_DTYPES).index(embeds.dtype),
-            int(torch.is_grad_enabled()),
-            fingerprint(p.requires_grad for p in self.model.parameters()),
-            fingerprint(",".join(sorted(found.others)).encode()),
-            int(embeds is not None and embeds.requires_grad and torch.is_grad_enabled()),
-        )
+        return {
+            "settings": fingerprint(f"{self.mode} {self.attention} {self.grad_reduction}".encode()),
+            "batch rows": found.shape[0],
+            "tokens": found.cu[-1],
+            "boundaries of sequences": fingerprint(found.cu),
+            "input_ids": 0 if ids is None else fingerprint(ids.flatten().tolist()),
+            "labels": 0 if labels is None else fingerprint(labels.flatten().tolist()),
+            "cuts of the shards": fingerprint(starts),
+            "data type": 0 if embeds is None else 1 + _DTYPES.index(embeds.dtype),
+            "grad mode": int(torch.is_grad_enabled()),
+            "parameters that need gradients": fingerprint(p.requires_grad for p in self.model.parameters()),
+            "arguments": fingerprint(",".join(sorted(found.others)).encode()),
+            ANY: int(embeds is not None and embeds.requires_grad and torch.is_grad_enabled()),
+        }
 
-    def _agree(self, error=None, facts=()):
+    def _agree(self, error, facts):
         self._agreed = True
         return agree(self.link, error, facts)
 
@@ -160,7 +173,7 @@ class SequenceParallel:
             yield self
         except Exception as error:
             if not self._agreed:
-                self._agree(error)
+                self._agree(error, {})
             raise
 
     # Results
@@ -238,7 +251,4 @@ def sequence_parallel(model, group_or_mesh=None, mode="auto", *, attention="auto
             raise ValueError(f"sequence_parallel: {name}: expected one of {known}, got {value!r}")
     group = group_of(group_or_mesh)
     root = modules.core(model)
-    record = root.__dict__.get("_tidegate")
-    if record is not None and OP in record.sites:
-        raise SequenceParallelError("the model is sequence-parallel already: undo() the first one")
     return SequenceParallel(root, None if group is None else Link(group), mode, attention, grad_reduction)
