@@ -1,8 +1,10 @@
 """Work items as data: what is computed, on which sizes, how many bytes or operations it has to move, and its inputs.
 
-Letters: B rows, T tokens, D channels, W taps, HK key heads, HV value heads, K = V = 128 head sizes, R rotated channels.
+Letters: B rows, T tokens, D channels, W taps, HK key heads, HV value heads, K = V = 128 head sizes, R rotated channels,
+E experts, H channels of a token, WIDTH inside an expert, SLOTS experts a token.
 """
 
+import functools
 import itertools
 import math
 import zlib
@@ -12,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 K = V = 128
+H, WIDTH, SLOTS = 2048, 512, 8
+EXPERT = 6 * H * WIDTH  # bytes of one in bf16, and operations for one token
 BF16 = torch.bfloat16
 
 
@@ -24,6 +28,7 @@ class Item:
     bytes: int = 0  # what has to be read and written once, in the item's own types; 0: bound by arithmetic
     flop: int = 0  # delta rule: recurrence-equivalent, 6 K V per token and value head, whatever an engine executes
     sets: int = 2  # input sets that calls rotate through; enough of them that small items do not live in one cache
+    reads: bool = False  # bytes are read, hardly any are written
 
     @property
     def lengths(self) -> list[int]:
@@ -65,6 +70,19 @@ def _gate(name, shape, sets):
     return Item(name, "gating", what, dict(shape=shape), bytes=size * math.prod(shape), sets=sets)
 
 
+def _experts(E, T):
+    """Few tokens: bound by reading the experts that they hit (moved() counts them); many: by arithmetic."""
+    what, sizes = f"experts, {SLOTS} of {E} for each of {T} tokens", dict(E=E, T=T)
+    if T <= 16:
+        return Item(f"M_E{E}_T{T}", "experts", what, sizes, bytes=min(E, T * SLOTS) * EXPERT, sets=8, reads=True)
+    return Item(f"M_E{E}_T{T}", "experts", what, sizes, flop=T * SLOTS * EXPERT)
+
+
+def _experts_bwd(E, T):
+    what = f"all gradients of experts, {SLOTS} of {E} for each of {T} tokens"
+    return Item(f"MB_E{E}_T{T}", "experts_bwd", what, dict(E=E, T=T), flop=2 * T * SLOTS * EXPERT)
+
+
 ITEMS = {
     item.name: item
     for item in [
@@ -88,15 +106,17 @@ ITEMS = {
         _layer(1, 8),
         _layer(16, 2),
         _rule("BW", "delta rule forward + backward, T=2048", kind="train", passes=3, B=1, T=2048),
+        *(_experts(E, T) for E in (64, 256) for T in (1, 16, 256, 2048)),
+        *(_experts_bwd(64, T) for T in (512, 2048)),
     ]
 }
 
 
 def select(names: list[str]) -> list[Item]:
-    """Items by name; a family name takes all of its members (D1 = D1_B1, D1_B16, D1_B64)."""
+    """Items by name; a family name takes all of its members (D1 = D1_B1, D1_B16, D1_B64; M_E64 = M_E64_T1, ...)."""
     found = []
     for name in names:
-        members = [i for i in ITEMS.values() if i.name == name or i.name.startswith(name + "_B")]
+        members = [ITEMS[name]] if name in ITEMS else [i for i in ITEMS.values() if i.name.startswith(name + "_")]
         if not members:
             raise SystemExit(f"--items: expected names from {', '.join(ITEMS)}, got {name}")
         found += [m for m in members if m not in found]
@@ -114,6 +134,13 @@ def inputs(item: Item, index: int) -> dict:
         return torch.empty(n).uniform_(low, high, generator=generator)
 
     return _MAKERS[item.kind](item.sizes, normal, uniform)
+
+
+def moved(item: Item, sets: list[dict]) -> int:
+    """The item's bytes; of experts those that these inputs hit, on average."""
+    if not item.reads:
+        return item.bytes
+    return EXPERT * sum(len(x["ids"].unique()) for x in sets) // len(sets)
 
 
 def _gates(shape, normal, uniform):
@@ -184,6 +211,30 @@ def _rope(s, normal, uniform, R=64, theta=1e7):
     return dict(x=normal(*s["shape"]).to(BF16), cos=angle.cos().to(BF16), sin=angle.sin().to(BF16))
 
 
+@functools.lru_cache(maxsize=1)
+def _layer_of_experts(E):
+    """One for all inputs of an item: it is the size of the model. "made" is where engines keep what they made of it."""
+    generator = torch.Generator().manual_seed(E)
+
+    def normal(*shape):
+        w = torch.empty(E, *shape, dtype=BF16)
+        for matrix in w:  # in fp32 the whole would take twice its memory once more
+            matrix.copy_(0.02 * torch.randn(*shape, generator=generator))
+        return w
+
+    return dict(gate_up=normal(2 * WIDTH, H), down=normal(H, WIDTH), router=normal(H).float(), made={})
+
+
+def _routed(s, normal, uniform):
+    layer, x = _layer_of_experts(s["E"]), normal(s["T"], H).to(BF16)
+    weights, ids = (x.float() @ layer["router"].T).softmax(-1).topk(SLOTS)
+    return dict(x=x, ids=ids.int(), weights=weights / weights.sum(-1, keepdim=True)) | layer
+
+
+def _routed_bwd(s, normal, uniform):
+    return _routed(s, normal, uniform) | dict(dout=normal(s["T"], H).to(BF16))
+
+
 _MAKERS = {
     "prefill": _delta_rule,
     "decode": _delta_step,
@@ -197,4 +248,6 @@ _MAKERS = {
     "gating": lambda s, normal, uniform: _gates(s["shape"], normal, uniform),
     "rms_norm": _rms_norm,
     "rope": _rope,
+    "experts": _routed,
+    "experts_bwd": _routed_bwd,
 }

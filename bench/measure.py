@@ -14,6 +14,8 @@ import reference
 
 SLOW = 2.0  # seconds; calls longer than this are their own sample and repeat less often
 SUM_BYTES = 256 << 20  # read probe: beyond every cache
+WRONG = 0.5  # relative error from which a result is none
+READ_BYTES = 1 << 30  # over which the parts begin that a probe of given size reads in turn
 
 
 def _sample(calls, count, first):
@@ -72,11 +74,16 @@ def interleave(rows: dict[str, list], seconds: float, reps: int) -> dict:
     }
 
 
-def probes(item: items.Item) -> dict[str, list]:
-    """A copy that moves the item's bytes, half read and half written, and a sum over memory outside the caches."""
-    if not item.bytes:
+def probes(item: items.Item, amount: int) -> dict[str, list]:
+    """A copy of so many bytes, half read and half written (or a sum that reads them all), and a sum over memory
+    outside the caches."""
+    if not amount:
         return {}
-    pairs = [[torch.ones(item.bytes // 8) for _ in range(2)] for _ in range(item.sets)]
+    if item.reads:
+        whole = torch.ones((READ_BYTES + amount) // 4)
+        starts = [READ_BYTES // 4 // item.sets * i for i in range(item.sets)]
+        return {"read": [lambda part=whole[s : s + amount // 4]: part.sum() for s in starts]}
+    pairs = [[torch.ones(amount // 8) for _ in range(2)] for _ in range(item.sets)]
     big = torch.ones(SUM_BYTES // 4)
     return {"copy": [lambda a=a, b=b: a.copy_(b) for a, b in pairs], "sum": [lambda: big.sum()]}
 
@@ -100,6 +107,10 @@ def measure(item, names, options, begin) -> dict:
             try:
                 runs = [build(item, x) for x in sets]
                 errors = reference.errors(runs[0].outputs(runs[0].call()), want)
+                if wrong := [n for n, e in errors.items() if not e["rel"] <= WRONG]:
+                    raise engines.Absent(
+                        f"wrong result on this CPU: {wrong[0]} is off by {errors[wrong[0]]['rel']:.2g}"
+                    )
                 rows[row] = [run.call for run in runs]
                 facts[row] = {"note": runs[0].note, "errors": errors}
             except engines.Absent as reason:
@@ -107,8 +118,9 @@ def measure(item, names, options, begin) -> dict:
             except Exception as error:  # one engine's failure is a line in the table
                 absent[row] = f"failed: {type(error).__name__}: {error}".splitlines()[0][:200]
     del want
-    extra = probes(item)
-    result = {"absent": absent, "rows": facts, "probes": list(extra)}
+    amount = items.moved(item, sets)
+    extra = probes(item, amount)
+    result = {"absent": absent, "rows": facts, "probes": list(extra), "bytes": amount}
     if rows:
         begin(f"{item.name}:*")
         result["times"] = interleave(rows | extra, options["seconds"], options["reps"]) | {"sum_bytes": SUM_BYTES}

@@ -7,7 +7,7 @@ items in fp64 would need several GB of temporaries.
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from items import Item, K
+from items import SLOTS, WIDTH, H, Item, K
 
 BLOCK = 512  # channels, or rows of the leading dimension
 
@@ -194,6 +194,46 @@ def _rope(item, x):
     return {"y": torch.cat([first * c1 - second * s1, second * c2 + first * s2, rest], -1)}
 
 
+SAMPLED = 4  # experts whose weights' gradients are compared
+
+
+def _pairs(x):
+    """(expert, tokens, slots) of every expert that somebody has."""
+    for e in x["ids"].unique().tolist():
+        yield e, *(x["ids"] == e).nonzero(as_tuple=True)
+
+
+def _expert(x, e, tokens):
+    rows, gate_up, down = x["x"][tokens].double(), x["gate_up"][e].double(), x["down"][e].double()
+    gate, up = (rows @ gate_up.T).split(WIDTH, 1)
+    return rows, gate_up, down, gate, up, torch.sigmoid(gate)
+
+
+def _experts(item, x):
+    y = torch.zeros(x["x"].shape, dtype=torch.float64)
+    for e, tokens, slots in _pairs(x):
+        _, _, down, gate, up, s = _expert(x, e, tokens)
+        y.index_add_(0, tokens, x["weights"][tokens, slots, None].double() * ((gate * s * up) @ down.T))
+    return {"y": y}
+
+
+def _experts_bwd(item, x):
+    T = len(x["x"])
+    dx, dw = torch.zeros(T, H, dtype=torch.float64), torch.zeros(T, SLOTS, dtype=torch.float64)
+    dgate_up = torch.zeros(SAMPLED, 2 * WIDTH, H, dtype=torch.float64)
+    ddown = torch.zeros(SAMPLED, H, WIDTH, dtype=torch.float64)
+    for e, tokens, slots in _pairs(x):
+        rows, gate_up, down, gate, up, s = _expert(x, e, tokens)
+        dy, w = x["dout"][tokens].double(), x["weights"][tokens, slots, None].double()
+        da, a = dy @ down, gate * s * up
+        dw[tokens, slots] = (da * a).sum(1)
+        dh = torch.cat([w * da * up * s * (1 + gate * (1 - s)), w * da * gate * s], 1)
+        dx.index_add_(0, tokens, dh @ gate_up)
+        if e < SAMPLED:
+            dgate_up[e], ddown[e] = dh.T @ rows, (w * dy).T @ a
+    return {"dx": dx, "dw": dw, "dgate_up": dgate_up, "ddown": ddown}
+
+
 _TRUTH = {
     "prefill": _rule,
     "decode": _rule,
@@ -207,4 +247,6 @@ _TRUTH = {
     "rms_norm": _by_row(_rms_norm),
     "gating": _by_row(_gating),
     "rope": _rope,
+    "experts": _experts,
+    "experts_bwd": _experts_bwd,
 }

@@ -3,8 +3,8 @@
 import items
 import machine
 
-COLUMNS = ("engine", "time", "x base", "rate", "of limit", "x copy", "error against fp64 (max / rel)", "note")
-PROBES = {"copy": "plain copy of the same bytes", "sum": "torch.sum, read only"}
+COLUMNS = ("engine", "time", "x base", "rate", "of limit", "x probe", "error against fp64 (max / rel)", "note")
+PROBES = {"copy": "plain copy of the same bytes", "sum": "torch.sum, read only", "read": "torch.sum of the same bytes"}
 
 
 def _time(seconds):
@@ -22,6 +22,8 @@ def _limit(document, item):
             best = run
     if item.flop:
         return "fp32 FMA", best.get("fp32_fma_gflops")
+    if item.reads:
+        return "DRAM read", best.get("dram_read_gbs")
     if item.kind == "decode":
         return "DRAM read-modify-write", best.get("dram_rmw_gbs")
     copies = [best[n] for n in ("dram_copy_gbs", "dram_stream_copy_gbs") if best.get(n)]
@@ -46,10 +48,11 @@ def rows(document, condition, item):
     if "times" in result:
         times, base = result["times"], base_of(result)
         _, limit = _limit(document, item)
+        same = next((p for p in ("copy", "read") if p in result["probes"]), None)  # moves the item's bytes
         for name in (*result["rows"], *result["probes"]):
             seconds = times["seconds"][name]
             probe = name in result["probes"]
-            amount, unit = (item.flop, "GF/s") if item.flop else (item.bytes, "GB/s")
+            amount, unit = (item.flop, "GF/s") if item.flop else (result.get("bytes", item.bytes), "GB/s")
             if name == "sum":
                 amount = times.get("sum_bytes", 0)
             rate = amount / seconds / 1e9
@@ -61,7 +64,7 @@ def rows(document, condition, item):
                     "" if probe else f"{times['ratios'][name][base]:.2f}",
                     f"{rate:.3g} {unit}",
                     f"{100 * rate / limit:.0f} %" if limit else "",
-                    f"{times['ratios'][name]['copy']:.2f}" if "copy" in times["seconds"] and name != "sum" else "",
+                    f"{times['ratios'][name][same]:.2f}" if same and name != "sum" else "",
                     _errors(facts.get("errors", {})),
                     PROBES.get(name, facts.get("note", "")),
                 )

@@ -176,6 +176,14 @@ def experts(op):
         (op, "shared_up", None, ValueError, "shared_up: expected a tensor (as shared_gate), got none"),
         (op, "shared_down", grown("shared_down", 0), ValueError, "shared_down: expected shape [8, 5], got [9, 5]"),
         (op, "shared_router", nested("shared_router"), ValueError, "shared_router: expected shape [8], got [1, 8]"),
+        (op, "gate_up_lora_a", grown("gate_up_lora_a", 2), ValueError, "expected shape [4, 2, 8], got [4, 2, 9]"),
+        (op, "gate_up_lora_b", grown("gate_up_lora_b", 1), ValueError, "expected shape [4, 6, 2], got [4, 7, 2]"),
+        (op, "gate_up_lora_b", None, ValueError, "gate_up_lora_b: expected a tensor (as gate_up_lora_a), got none"),
+        (op, "down_lora_a", as_type("down_lora_a", torch.float64), TypeError, "down_lora_a: expected dtype"),
+        (op, "down_lora_a", None, ValueError, "down_lora_b: expected none (as down_lora_a), got a tensor"),
+        (op, "down_lora_b", grown("down_lora_b", 2), ValueError, "expected shape [4, 8, 3], got [4, 8, 4]"),
+        (op, "gate_up_lora_scale", NAN, ValueError, "gate_up_lora_scale: expected a finite number, got nan"),
+        (op, "down_lora_scale", "much", TypeError, "down_lora_scale: expected type float"),
         (op, "weight_axes", "nk", ValueError, "expected shape"),
         (op, "weight_axes", "other", ValueError, "weight_axes: expected nk or kn, got other"),
         (op, "interleaved", "yes", TypeError, "interleaved: expected type bool"),
@@ -190,9 +198,10 @@ EXPERTS = [
     *experts("moe_experts_bwd"),
     *sizes("moe_experts_bwd", "dout"),
     ("moe_experts_bwd", "dout", as_type("dout", torch.float16), TypeError, "dout: expected dtype"),
-    ("moe_experts_bwd", "needs", 256, ValueError, "needs: expected 0 to 255"),
+    ("moe_experts_bwd", "needs", 4096, ValueError, "needs: expected 0 to 4095"),
     *outputs("moe_experts_bwd", "dx", "dweights", "dgate_up", "ddown"),
     *outputs("moe_experts_bwd", "dshared_gate", "dshared_up", "dshared_down", "dshared_router"),
+    *outputs("moe_experts_bwd", "dgate_up_lora_a", "dgate_up_lora_b", "ddown_lora_a", "ddown_lora_b"),
 ]
 
 
@@ -228,7 +237,7 @@ INT8 = [
     *[
         ("moe_experts_quant", *row[1:])
         for row in experts("moe_experts_quant")
-        if not row[1].startswith("shared") and row[1] != "interleaved"
+        if not row[1].startswith("shared") and row[1] != "interleaved" and "lora" not in row[1]
     ],
     ("moe_experts_quant", "gate_up", as_type("gate_up", HALF), TypeError, "gate_up: expected dtype int8"),
     *sizes("moe_experts_quant", "gate_up_scale", "down_scale"),

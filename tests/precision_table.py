@@ -4,6 +4,7 @@ usage: python tests/precision_table.py
 """
 
 import golden
+import golden_moe
 import torch
 from compare import error
 
@@ -24,6 +25,9 @@ BOUNDS = {
     "rms_norm_gated fp32": ("3e-7", "1.8e-3"),
     "rms_norm": ("3e-7", "1.8e-3"),
     "partial_rope fp32": ("2e-7", "1.8e-3"),
+    "moe_route": ("1e-6", "1.8e-3"),
+    "grouped_matmul": ("1e-6", "1.8e-3"),
+    "moe_experts": ("1e-6, gradients 2e-6", "2.6e-3, gradients 3.2e-3"),
 }
 
 
@@ -129,6 +133,51 @@ def rope(rounding):
     return run
 
 
+def graded(call, exact, inputs, dy, names):
+    """Results and gradients of two functions of the same inputs."""
+    found = []
+    for function, tensors in ((call, inputs), (exact, [t.double() for t in inputs])):
+        tensors = [t.detach().clone().requires_grad_() for t in tensors]
+        y = function(*tensors)
+        found.append([y.detach(), *torch.autograd.grad(y, tensors, dy.to(y.dtype))])
+    return pair(names, *found)
+
+
+def route(dtype, rand):
+    logits, dw = rand(T, 256), rand(T, 8)
+    ids, _ = tidegate.moe_route(logits, 8)
+
+    def exact(z):
+        p = z.softmax(-1).gather(1, ids.long())
+        return p / p.sum(-1, keepdim=True)
+
+    return graded(lambda z: tidegate.moe_route(z, 8)[1], exact, [logits], dw, ("weights", "dlogits"))
+
+
+def product(dtype, rand):
+    counts = torch.tensor([100, 0, 3, 153])
+    inputs = [rand(256, 512), rand(4, 96, 512) / 20, rand(4, 96)]
+    call = lambda x, w, b: tidegate.grouped_matmul(x, w, counts, b)  # noqa: E731
+    exact = lambda x, w, b: golden_moe.grouped_matmul(x, w, counts, b)  # noqa: E731
+    return graded(call, exact, inputs, rand(256, 96), ("y", "dx", "dweight", "dbias"))
+
+
+def experts(dtype, rand):
+    E, H, inner, r = 8, 256, 128, 8
+    ids = torch.stack([torch.randperm(E)[:2] for _ in range(128)])
+    inputs = [rand(128, H), torch.rand(128, 2), rand(E, 2 * inner, H) / 16, rand(E, H, inner) / 11]
+    inputs += [rand(E, r, H) / 16, rand(E, 2 * inner, r) / 6, rand(E, r, inner) / 11, rand(E, H, r) / 6]
+
+    def call(x, w, gate_up, down, a, b, c, d):
+        return tidegate.moe_experts(x, ids, w, gate_up, down, gate_up_lora=(a, b, 0.5), down_lora=(c, d, 0.5))
+
+    def exact(x, w, gate_up, down, a, b, c, d):
+        return golden_moe.experts(x, ids, w, gate_up + 0.5 * (b @ a), down + 0.5 * (d @ c))
+
+    names = ("out", "dx", "dweights", "dgate_up", "ddown", "da", "db", "da (down)", "db (down)")
+    return graded(call, exact, inputs, rand(128, H), names)
+
+
 CASES = {
     "causal_conv1d": conv,
     "gdn_gating": gating,
@@ -140,6 +189,9 @@ CASES = {
     "rms_norm": rms_norm,
     "partial_rope fp32": rope("fp32"),
     "partial_rope hf": rope("hf"),
+    "moe_route": route,
+    "grouped_matmul": product,
+    "moe_experts": experts,
 }
 
 

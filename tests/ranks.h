@@ -14,20 +14,20 @@
 #include <thread>
 #include <vector>
 
-#include "tidegate/ep.h"
+#include "tidegate/ep_nodes.h"
 #include "tidegate/parallel.h"
 
 namespace tidegate::test {
 
 // Rounds of all_gather are separated by counters; every rank has room of its own in each round.
 struct SharedRoom {
-  static constexpr int kRanks = 16, kRounds = 8, kBytes = 1024;
+  static constexpr int kRanks = 16, kRounds = 40, kBytes = 1 << 16;  // memory is taken as it is used
   std::atomic<int> arrived[kRounds];
   int length[kRounds][kRanks];
   char text[kRounds][kRanks][kBytes];
 };
 
-class SharedBootstrap : public ep::Bootstrap {
+class SharedBootstrap : public ep::Wire {
  public:
   SharedBootstrap(SharedRoom* room, int rank, int size) : room_(room), rank_(rank), size_(size) {}
   int rank() const override { return rank_; }
@@ -45,6 +45,28 @@ class SharedBootstrap : public ep::Bootstrap {
       all.emplace_back(room_->text[round][r], static_cast<std::size_t>(room_->length[round][r]));
     }
     return all;
+  }
+  // Everything to everybody; each takes what is meant for it.
+  void all_to_all(const char* send, const std::vector<std::int64_t>& sent, char* receive,
+                  const std::vector<std::int64_t>& received) override {
+    std::string mine(reinterpret_cast<const char*>(sent.data()), sent.size() * sizeof(std::int64_t));
+    std::int64_t bytes = 0;
+    for (const std::int64_t n : sent) {
+      bytes += n;
+    }
+    mine.append(send, static_cast<std::size_t>(bytes));
+    const std::vector<std::string> all = all_gather(mine);
+    for (int r = 0; r < size_; ++r) {
+      const std::string& theirs = all[static_cast<std::size_t>(r)];
+      const auto* counts = reinterpret_cast<const std::int64_t*>(theirs.data());
+      std::int64_t at = static_cast<std::int64_t>(sizeof(std::int64_t)) * size_;
+      for (int before = 0; before < rank_; ++before) {
+        at += counts[before];
+      }
+      EXPECT_EQ(counts[rank_], received[static_cast<std::size_t>(r)]);
+      std::memcpy(receive, theirs.data() + at, static_cast<std::size_t>(counts[rank_]));
+      receive += counts[rank_];
+    }
   }
 
  private:

@@ -71,13 +71,19 @@ def _matmul_bwd():
 def _experts(grad, dtype=torch.float32, shared=False):
     make = lambda *shape: _floats(*shape, dtype=dtype, grad=grad)  # noqa: E731
     inputs = [make(3, 8), IDS, _floats(3, 2, grad=grad), make(4, 6, 8), make(4, 8, 3)]
-    return [*inputs, make(5, 8), make(5, 8), make(8, 5), make(8)] if shared else inputs
+    if not shared:
+        return inputs
+    lora = [make(4, 2, 8), make(4, 6, 2), make(4, 3, 3), make(4, 8, 3)]
+    return [*inputs, make(5, 8), make(5, 8), make(8, 5), make(8), *lora]
+
+
+SCALES = {"gate_up_lora_scale": 2.0, "down_lora_scale": -0.5}
 
 
 def _experts_calls(grad):
     turned = [_data(3, 8), IDS.int(), _data(3, 2), _turned(4, 8, 6, grad=False), _turned(4, 3, 8, grad=False)]
     ep = {"weight_axes": "kn", "ids_convention": "transformers_ep"}
-    return [(_experts(grad), {}), (_experts(grad, torch.bfloat16, True), {"interleaved": True}), (turned, ep)]
+    return [(_experts(grad), {}), (_experts(grad, torch.bfloat16, True), dict(SCALES, interleaved=True)), (turned, ep)]
 
 
 def _experts_fwd():

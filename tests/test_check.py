@@ -234,11 +234,12 @@ def test_a_billion_parameters_take_seconds():
     model = billion()
     assert sum(parameter.numel() for parameter in model.parameters()) > 1e9
     tidegate.patch(model)
-    seconds = []
-    for _ in range(2):
+    for _ in range(2):  # the first may find cold memory
         begin = time.process_time()
         report = tidegate.check(model, show=False)
-        seconds.append((time.process_time() - begin) / torch.get_num_threads())
+        seconds = (time.process_time() - begin) / torch.get_num_threads()
+        if seconds <= 5:
+            break
     assert report.ok, str(report)
     assert "the first 4 of 24 layers" in str(report)
-    assert min(seconds) <= 5
+    assert seconds <= 5

@@ -71,8 +71,27 @@ def parts(rank, ranks):
     quantised, scales = buffer.expand(handle)
     assert quantised.dtype == torch.int8
     torch.testing.assert_close(quantised * scales[:, None], rows, rtol=0, atol=rows.abs().max().item() / 200)
+    npu(buffer, x, ids, weights)
     assert buffer.waited_microseconds.shape == (ranks,)
     assert buffer.window_bytes > 0
+
+
+def npu(buffer, x, ids, weights):
+    """The names and arguments of torch_npu."""
+    sizes = (buffer, buffer.ranks, buffer.rank, E)
+    rows, scales, info, counts, received, _, row_weights = tidegate.ep.npu_moe_distribute_dispatch_v2(
+        x, ids, *sizes, expert_scales=weights, expert_token_nums_type=0
+    )
+    assert counts.tolist() == info.expert_rows.cumsum(0).tolist() and scales.numel() == 0
+    ends = [((info.row_expert[:, 0] < e) | ((info.row_expert[:, 0] == e) & (info.row_rank <= r))).sum().item()
+            for e in range(len(counts)) for r in range(buffer.ranks)]  # fmt: skip
+    assert received.tolist() == ends and torch.equal(row_weights, info.row_weights[:, 0])
+    out = tidegate.ep.npu_moe_distribute_combine_v2(rows, ids, info, received, weights, *sizes, shared_expert_x=x)
+    torch.testing.assert_close(out, x + x * (weights * (ids >= 0)).sum(1, keepdim=True))
+    with pytest.raises(ValueError, match="npu_moe_distribute_dispatch_v2: ep_world_size: expected 3 "):
+        tidegate.ep.npu_moe_distribute_dispatch_v2(x, ids, buffer, 2, buffer.rank, E)
+    with pytest.raises(ValueError, match="shared_expert_rank_num: expected 0, got 1"):
+        tidegate.ep.npu_moe_distribute_dispatch_v2(x, ids, *sizes, shared_expert_rank_num=1)
 
 
 def test_parts_have_the_gradients_of_the_whole(tmp_path):

@@ -4,6 +4,7 @@ import functools
 import os
 import pathlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -143,9 +144,11 @@ def test_every_operator_agrees_with_native(rows):
                 assert value.numel() == 0 or next(strides) == next(strides), name
 
 
-def test_experts_accumulate_and_stay_apart():
-    for environment in (FORCED, {}):
-        assert output(str(TESTS / "fallback_experts.py"), **environment) == "experts done\n"
+def test_experts_accumulate_and_stay_apart(capsys):
+    script = str(TESTS / "fallback_experts.py")
+    assert output(script, **FORCED) == "experts done\n"
+    runpy.run_path(script)
+    assert capsys.readouterr().out == "experts done\n"
 
 
 def test_wrong_input_is_refused_as_by_the_native_library(rows):
@@ -182,12 +185,12 @@ y = tidegate.ops.causal_conv1d_fwd(x, w, cu_seqlens=torch.tensor([0, 4, 9]), lay
 assert not y[4:].isnan().any() and y[2:4].isnan().all()
 with torch.autocast("cpu", torch.bfloat16):
     assert torch.equal(run(p)["o"], want)
-print("edges done")
+try:
+    tidegate.ops.solve_tril(torch.ones(2, 5, 3, 16))
+except NotImplementedError as error:
+    assert str(error).startswith("solve_tril: this operator needs the native library"), error
+    print("edges done")
 """
-
-
-def test_nan_resets_and_autocast():
-    assert output("-c", EDGES, **FORCED) == "edges done\n"
 
 
 COMPILED = """
@@ -248,6 +251,18 @@ def test_one_warning_with_cause_extent_and_remedy(tmp_path):
     assert "TIDEGATE_FORCE_FALLBACK is set" in text and "Remedy: unset TIDEGATE_FORCE_FALLBACK" in text
 
 
+FLAGS = """
+import os
+for fallback in ("1", "flase", "off"):  # an import that fails can be tried again
+    os.environ.update(TIDEGATE_REQUIRE_NATIVE="1", TIDEGATE_FORCE_FALLBACK=fallback)
+    try:
+        import tidegate
+        print(tidegate.report()["fallback"])
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
 def test_native_can_be_required(tmp_path):
     library = package_without_library(tmp_path)
     code = (
@@ -257,26 +272,17 @@ def test_native_can_be_required(tmp_path):
     assert done.stdout == "no\n" and done.returncode == 1
     assert f"RuntimeError: tidegate: the native library is not loaded: {library}: " in done.stderr
     assert "TIDEGATE_REQUIRE_NATIVE forbids" in done.stderr
-    assert output("-c", code, TIDEGATE_REQUIRE_NATIVE="1") == "no\n"
-    both = run("-c", "import tidegate", TIDEGATE_REQUIRE_NATIVE="1", TIDEGATE_FORCE_FALLBACK="1")
-    assert "OptionError: TIDEGATE_REQUIRE_NATIVE and TIDEGATE_FORCE_FALLBACK are both on" in both.stderr
-    typo = run("-c", "import tidegate", TIDEGATE_FORCE_FALLBACK="flase")
-    assert "OptionError: TIDEGATE_FORCE_FALLBACK: expected 1/true/on/yes" in typo.stderr
+    both, typo, native = output("-c", FLAGS).splitlines()
+    assert both.startswith("OptionError: TIDEGATE_REQUIRE_NATIVE and TIDEGATE_FORCE_FALLBACK are both on")
+    assert typo.startswith("OptionError: TIDEGATE_FORCE_FALLBACK: expected 1/true/on/yes")
+    assert native == "no"
 
 
-def test_other_kernels_are_not_touched(tmp_path):
-    """Not even imported: a package of that name that cannot be imported changes nothing."""
+def test_edges_beside_other_kernels(tmp_path):
+    """NaN, resets, autocast, single stages. Other kernels are not even imported: a package of that name that cannot be
+    imported changes nothing."""
     for name in ("fla", "causal_conv1d", "triton"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise AssertionError('imported')")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.path.insert(0, {str(TESTS)!r})\n{EDGES}"
     assert output("-c", code, **FORCED) == "edges done\n"
-
-
-def test_single_stages_say_what_they_need():
-    code = (
-        "import tidegate, torch\ntry: tidegate.ops.solve_tril(torch.ones(2, 5, 3, 16))\n"
-        "except NotImplementedError as e: print(e)"
-    )
-    text = output("-c", code, **FORCED)
-    assert text.startswith("solve_tril: this operator needs the native library")

@@ -63,6 +63,38 @@ def test_experts_and_their_gradients(dtype, J, form):
             assert error(x, want) < 3e-3, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [as_stored, as_turned])
+@pytest.mark.parametrize("which", ["both", "gate_up", "down"])
+def test_lora_is_the_merged_weight(dtype, form, which):
+    ids, floats = make_experts(dtype=dtype)
+    dy, scales = torch.randn(17, 64).to(dtype), (1.5, -0.5)
+    shapes = ((8, 5, 64), (8, 64, 5), (8, 3, 32), (8, 64, 3))
+    factors = [torch.randn(*s).to(dtype) / 6 for s in shapes]
+    factors = factors if which == "both" else factors[:2] if which == "gate_up" else factors[2:]
+
+    def pairs(a, b=None, c=None, d=None):
+        first = (a, b, scales[0]) if which != "down" else None
+        second = (c, d, scales[1]) if which == "both" else (a, b, scales[1]) if which == "down" else None
+        return first, second
+
+    def call(x, w, gate_up, down, *lora):
+        axes, (first, second) = "nk" if form is as_stored else "kn", pairs(*lora)
+        options = dict(weight_axes=axes, gate_up_lora=first, down_lora=second)
+        return tidegate.moe_experts(x, ids, w, form(gate_up), form(down), **options)
+
+    def merged(x, w, gate_up, down, *lora):
+        added = [
+            w if p is None else w + p[2] * (p[1] @ p[0]) for w, p in zip((gate_up, down), pairs(*lora), strict=True)
+        ]
+        return golden_moe.experts(x, ids, w, *added)
+
+    got = gradients(call, [*floats, *factors], dy)
+    truth = gradients(merged, [f.double() for f in (*floats, *factors)], dy)
+    for i, (x, want) in enumerate(zip(got, truth, strict=True)):
+        assert error(x, want) < (2e-6 if dtype == torch.float32 else 3.5e-3), i
+
+
 def test_only_needed_gradients_are_computed():
     ids, floats = make_experts()
     seen = []
@@ -127,6 +159,13 @@ def test_gradcheck():
     ids, floats = make_experts(4, 5, 3, 3, 2, 2, torch.float64)
     floats[1] = floats[1].double()
     assert torch.autograd.gradcheck(lambda x, w, *p: tidegate.moe_experts(x, ids, w, *p), leaves(*floats))
+    factors = [torch.randn(*s).double() for s in ((3, 2, 5), (3, 6, 2), (3, 1, 3), (3, 5, 1))]
+
+    def low_rank(x, gate_up, down, a, b, c, d):
+        lora = dict(gate_up_lora=(a, b, 0.5), down_lora=(c, d, 2.0))
+        return tidegate.moe_experts(x, ids, floats[1], gate_up, down, **lora)
+
+    assert torch.autograd.gradcheck(low_rank, leaves(floats[0], *floats[2:4], *factors))
     counts = torch.tensor([2, 0, 1])
     x, w, b = leaves(torch.randn(4, 5).double(), torch.randn(3, 2, 5).double(), torch.randn(3, 2).double())
     assert torch.autograd.gradcheck(lambda *t: tidegate.grouped_matmul(t[0], t[1], counts, t[2]), (x, w, b))

@@ -96,5 +96,28 @@ def test_the_self_test_sees_swapped_halves(monkeypatch):
         tidegate.patch(tiny_models.build("qwen3_5_moe"), ops=("experts",))
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_weights_are_not_copied(frozen):
+    """The largest piece of memory of a step is an activation, or the gradient of a weight that wants one."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model = tiny_models.build("qwen3_5_moe", layers=2, num_experts=256)  # a weight of all experts has 1 MB, x 4 kB
+    experts = next(module for module in model.modules() if moe_like(module)).requires_grad_(not frozen)
+    tidegate.patch(model, ops=("experts",))
+    x, ids = torch.randn(32, 32, requires_grad=True), torch.randint(0, 256, (32, 2))
+    weights = torch.rand(32, 2)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        experts(x, ids, weights).sum().backward()
+    pieces = sorted((event.cpu_memory_usage for event in profiled.events()), reverse=True)
+    activations = 64 * x.numel()  # bytes: some copies of x
+    large = [piece for piece in pieces if piece > activations]
+    assert x.grad is not None and (experts.down_proj.grad is None) == frozen
+    if frozen:
+        assert not large, pieces[:5]
+    else:
+        sizes = [4 * weight.numel() for weight in (experts.gate_up_proj, experts.down_proj)]
+        assert max(large) <= sum(sizes) + activations, pieces[:5]  # both gradients, in one operator
+
+
 def moe_like(module):
     return hasattr(module, "gate_up_proj") and hasattr(module, "act_fn")

@@ -1,6 +1,7 @@
 """Patched models compute what they computed before: logits, gradients, generation, padding, caches."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -31,6 +32,12 @@ def pair(family, patch_options=None, **options):
     patched = tiny.build(family, **options)
     tidegate.patch(patched, options=patch_options)
     return stock(family, **options), patched
+
+
+@functools.cache
+def shared(family):
+    """A pair for tests that leave it as it is."""
+    return pair(family)
 
 
 def exact(family):
@@ -94,7 +101,7 @@ def test_bf16_is_as_close_to_the_truth_as_the_stock_model(family):
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_greedy_generation(family, batch):
-    expected, patched = pair(family)
+    expected, patched = shared(family)
     ids = tiny.tokens(batch, 11)
     options = dict(max_new_tokens=64 if batch == 1 else 16, do_sample=False)
     assert torch.equal(patched.generate(ids, **options), expected.generate(ids, **options))
@@ -104,7 +111,7 @@ def test_greedy_generation(family, batch):
 @pytest.mark.parametrize("split", [1, 2, 20, 49])
 def test_chunked_prefill(family, split):
     """Two parts through a cache are the whole. Old releases ignore the first part; ours do not."""
-    _, patched = pair(family)
+    _, patched = shared(family)
     ids = tiny.tokens(2, 51)
     whole = tiny.logits(patched, ids)
     with torch.no_grad():
@@ -115,7 +122,7 @@ def test_chunked_prefill(family, split):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
 def test_decode_continues_the_prompt(family):
-    _, patched = pair(family)
+    _, patched = shared(family)
     ids = tiny.tokens(3, 24)
     whole, cache, steps = tiny.logits(patched, ids), None, []
     with torch.no_grad():
@@ -128,7 +135,7 @@ def test_decode_continues_the_prompt(family):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_left_padding(family):
-    expected, patched = pair(family)
+    expected, patched = shared(family)
     ids = tiny.tokens(4, 40)
     mask = torch.ones_like(ids)
     mask[0, :5], mask[2, :33] = 0, 0
@@ -142,7 +149,7 @@ def test_left_padding(family):
 @pytest.mark.parametrize("real", [2, 9, 17])
 def test_right_padding_with_a_cache(family, real):
     """A prompt that ends in padding continues like the prompt without it."""
-    _, patched = pair(family)
+    _, patched = shared(family)
     ids = tiny.tokens(2, 20)
     mask = torch.ones_like(ids)
     mask[0, real:] = 0
@@ -158,7 +165,7 @@ def test_right_padding_with_a_cache(family, real):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid"])
 def test_beam_search(family):
-    expected, patched = pair(family)
+    expected, patched = shared(family)
     options = dict(max_new_tokens=12, num_beams=3, do_sample=False)
     ids = tiny.tokens(2, 9)
     assert torch.equal(patched.generate(ids, **options), expected.generate(ids, **options))

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
@@ -156,6 +157,25 @@ def test_quantize_experts():
         result.undo()
     with pytest.raises(ValueError, match="got none"):
         tidegate.quantize_experts(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_quantize_experts_of_a_transformers_model(family):
+    model = tiny_models.build(family)
+    names = {name for name, _ in model.named_parameters()}
+    ids = tiny_models.tokens(2, 30)
+    want = tiny_models.logits(model, ids)
+    result = tidegate.quantize_experts(model, keep_original=True)
+    assert len(result.modules) == 4 and result.bytes_after < 0.35 * result.bytes_before  # narrow: scales count
+    got = tiny_models.logits(model, ids)
+    assert 0 < (got - want).norm() < 0.1 * want.norm()
+    left = {name for name, _ in model.named_parameters()}
+    assert names - left == {n for n in names if ".experts." in n} and left < names
+    generated = model.generate(ids[:, :5], max_new_tokens=4, do_sample=False)
+    assert generated.shape == (2, 9)
+    result.undo()
+    assert torch.equal(tiny_models.logits(model, ids), want)
 
 
 def test_quantize_experts_refuses_what_it_cannot_run():

@@ -107,12 +107,14 @@ ep::DispatchOptions dispatch_options(std::string_view op, const Optional& weight
   return o;
 }
 
-std::int64_t dispatch(std::int64_t buffer, Tensor x, Tensor ids, Optional weights, Optional mask, bool int8,
-                      bool needs_backward) {
+// The handle, and how many rows came.
+std::tuple<std::int64_t, std::int64_t> dispatch(std::int64_t buffer, Tensor x, Tensor ids, Optional weights,
+                                                Optional mask, bool int8, bool needs_backward) {
   constexpr std::string_view op = "ep_dispatch";
-  return handles.add(buffers.get("buffer", buffer)
-                         ->dispatch(dense(op, "x", x), view(op, "ids", ids),
-                                    dispatch_options(op, weights, mask, int8, needs_backward)));
+  const ep::HandlePtr h = buffers.get("buffer", buffer)
+                              ->dispatch(dense(op, "x", x), view(op, "ids", ids),
+                                         dispatch_options(op, weights, mask, int8, needs_backward));
+  return {handles.add(h), h->rows};
 }
 void redispatch(std::int64_t buffer, Tensor x, std::int64_t handle) {
   buffers.get("buffer", buffer)->dispatch(dense("ep_dispatch", "x", x), *handles.get("handle", handle));
@@ -240,7 +242,7 @@ STABLE_TORCH_LIBRARY(tidegate_ep, m) {
   m.def("waited(int buffer) -> Tensor");
   m.def(
       "dispatch(int buffer, Tensor x, Tensor ids, Tensor? weights, Tensor? mask, bool int8, bool needs_backward) "
-      "-> int");
+      "-> (int, int)");
   m.def("redispatch(int buffer, Tensor x, int handle) -> ()");
   m.def("expand(int buffer, int handle, int width, ScalarType dtype) -> (Tensor, Tensor)");
   m.def("expand_out(int buffer, int handle, Tensor(a!) out) -> ()");

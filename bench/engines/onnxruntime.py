@@ -7,7 +7,8 @@ from engines import Run
 from engines.delta_rule import repeated
 
 PACKAGES = {"onnxruntime": "1.31", "onnx": None}
-LACKS = {"train": "no backward", "conv_bwd": "no backward"}
+LACKS = {kind: "no backward" for kind in ("train", "conv_bwd", "experts_bwd")}
+LACKS["experts"] = "not compared"
 _NOTE = "fp32, own arena"
 _threads = 1
 

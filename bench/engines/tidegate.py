@@ -8,6 +8,7 @@ import torch
 
 from engines import Absent, Run
 from engines.delta_rule import forward_backward
+from engines.experts import made, sampled
 
 PACKAGES = {"tidegate": None}
 LACKS: dict[str, str] = {}
@@ -173,6 +174,37 @@ def _layer_separate(item, x):
     return Run(call, lambda y: {"y": y, "S": pool}, "four operators")
 
 
+def _experts(form):
+    """Weights as the model stores them [E,N,K], a transposed view of them, transposed in memory, or in int8."""
+
+    def build(item, x):
+        import tidegate
+
+        pair, note, axes = [x["gate_up"], x["down"]], "weights as stored", "nk"
+        if form == "int8":
+            pair = made(x, "int8", lambda: [t for w in pair for t in tidegate.quantize(w)])
+            args = [x["x"], x["ids"], x["weights"], *pair]
+            return Run(lambda: tidegate.moe_experts_quant(*args), lambda y: {"y": y}, "half the bytes")
+        if form:
+            pair, note, axes = [w.mT for w in pair], "transposed view", "kn"
+        if form == "[E,K,N]":
+            pair, note = made(x, "turned", lambda: [w.contiguous() for w in pair]), "transposed in memory"
+        args = [x["x"], x["ids"], x["weights"], *pair]
+        return Run(lambda: tidegate.moe_experts(*args, weight_axes=axes), lambda y: {"y": y}, note)
+
+    return build
+
+
+def _experts_bwd(needs):
+    def build(item, x):
+        op, args = _op("moe_experts_bwd"), [x[n] for n in ("dout", "x", "ids", "weights", "gate_up", "down")]
+        names = [n for i, n in enumerate(("dx", "dw", "dgate_up", "ddown")) if needs >> i & 1]
+        note = "gate and up computed again" + ("" if needs == 15 else ", frozen weights")
+        return Run(lambda: op(*args, needs=needs), lambda r: sampled(dict(zip(names, r, strict=False))), note)
+
+    return build
+
+
 _conv, _ = _entry("causal_conv1d_fwd", lambda x: (x["x"][None], x["w"]), ["y"], lambda x, r: r[0], activation="silu")
 _conv_bwd, _ = _entry(
     "causal_conv1d_bwd",
@@ -190,6 +222,8 @@ ENTRIES = {
     "conv_bwd": _conv_bwd,
     "conv_update": {"": _conv_update(contiguous=False), "[B,D,3]": _conv_update(contiguous=True)},
     "decode": {"": _decode(), "out": _decode(into=True), "V-first": _decode(v_first=True)},
+    "experts": {name: _experts(name) for name in ("", "view", "[E,K,N]", "int8")},
+    "experts_bwd": {"": _experts_bwd(15), "frozen": _experts_bwd(3)},
     "gating": _gating,
     "layer_step": {"": _layer, "separate": _layer_separate},
     "l2norm": _l2norm,

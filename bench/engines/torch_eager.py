@@ -7,7 +7,7 @@ from engines import Run
 
 PACKAGES = {"torch": None}
 _CHAIN = "its plain torch form is the transformers row"
-LACKS = {"prefill": _CHAIN, "decode": _CHAIN, "train": _CHAIN}
+LACKS = {kind: _CHAIN for kind in ("prefill", "decode", "train", "experts", "experts_bwd")}
 
 
 def load(threads):

@@ -4,8 +4,9 @@ import torch
 
 from engines import Run
 from engines.delta_rule import forward_backward, per_sequence, repeated
+from engines.experts import sampled
 from engines.torch_eager import conv_backward, gates
-from items import BF16
+from items import BF16, SLOTS, WIDTH, H
 
 PACKAGES = {"transformers": "5.22"}
 LACKS: dict[str, str] = {}
@@ -86,6 +87,45 @@ def _rope(item, x):
     return Run(lambda: _m.apply_rotary_pos_emb(x["x"], none, x["cos"], x["sin"])[0], lambda y: {"y": y})
 
 
+def _layer(item, x, implementation, grad):
+    from transformers import Qwen3_5MoeTextConfig
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeExperts
+
+    E = item.sizes["E"]
+    config = Qwen3_5MoeTextConfig(hidden_size=H, moe_intermediate_size=WIDTH, num_experts=E, num_experts_per_tok=SLOTS)
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        layer = Qwen3_5MoeExperts(config)
+    for name in ("gate_up", "down"):
+        setattr(layer, name + "_proj", torch.nn.Parameter(x[name], requires_grad=grad))
+    return layer, x["ids"].long(), x["weights"].to(BF16)  # as its router hands them over
+
+
+def _experts(implementation):
+    def build(item, x):
+        layer, ids, weights = _layer(item, x, implementation, False)
+        return Run(lambda: layer(x["x"], ids, weights), lambda y: {"y": y}, "bf16 routing weights")
+
+    return build
+
+
+def _experts_bwd(implementation):
+    def build(item, x):
+        layer, ids, weights = _layer(item, x, implementation, True)
+        with torch.enable_grad():
+            leaves = x["x"].detach().requires_grad_(), weights.requires_grad_(), *layer.parameters()
+            y = layer(leaves[0], ids, leaves[1])
+        names = ("dx", "dw", "dgate_up", "ddown")
+
+        def call():
+            return torch.autograd.grad(y, leaves, x["dout"], retain_graph=True)
+
+        note = "saved forward not timed, bf16 routing weights"
+        return Run(call, lambda r: sampled(dict(zip(names, r, strict=True))), note)
+
+    return build
+
+
 ENTRIES = {
     "prefill": {"": _prefill},
     "decode": {"": _decode},
@@ -98,4 +138,6 @@ ENTRIES = {
     "rms_norm": {"": _rms_norm},
     "gating": {"": gates},  # the layer's two lines, the same expression
     "rope": {"": _rope},
+    "experts": {name: _experts(name) for name in ("grouped_mm", "eager")},
+    "experts_bwd": {"grouped_mm": _experts_bwd("grouped_mm")},
 }

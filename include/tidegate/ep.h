@@ -138,7 +138,7 @@ class Buffer {
   // The rows of y themselves, unsummed: out [T*K,H], 0 where a pair did not travel.
   void collect(const TensorView& y, const Handle& handle, const TensorView& out);
 
-  // Microseconds waited for each rank since the buffer was made.
+  // Microseconds waited while each rank was missing, since the buffer was made.
   std::vector<std::int64_t> waited_microseconds() const;
   // Throws what poisoned the buffer, if anything did.
   void check_healthy() const;

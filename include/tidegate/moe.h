@@ -78,9 +78,13 @@ void grouped_matmul_bwd(const TensorView& dy, const TensorView& x, const TensorV
 // there is a shared expert + sigmoid(<shared_router, x>) y_shared. gate_up [E,2I,H] holds gate rows, then up rows
 // (interleaved: they take turns), down [E,H,I]; with kKN [E,H,2I] and [E,I,H]. The shared tensors are all present or
 // all absent: gate and up [J,H], down [H,J], router [H].
+//
+// LoRA: an expert's weight W [N,K] with a low-rank addition is W + scale b a, a [E,r,K] and b [E,N,r] whatever
+// weight_axes says. It is never formed: b (scale a x) is added to W x. a and b are both present or both absent.
 struct MoeExpertsInputs {
   TensorView x, ids, weights, gate_up, down;
   TensorView shared_gate, shared_up, shared_down, shared_router;
+  TensorView gate_up_lora_a{}, gate_up_lora_b{}, down_lora_a{}, down_lora_b{};
   // Row t of x is at x_rows[t], and x says only sizes and type. Rows that lie anywhere, as those of ep.h.
   const void* const* x_rows = nullptr;
 };
@@ -90,6 +94,8 @@ struct MoeExpertsOptions {
   ExpertIds ids_convention = ExpertIds::kPlain;
   // Rounds every y_e to the type of x, as processes that exchange them do. Else y_e stays fp32.
   bool round_y = false;
+  double gate_up_lora_scale = 1.0;
+  double down_lora_scale = 1.0;
 };
 
 // out [T,H] of x's type. silu(gate) * up is rounded to x's type, everything else is fp32; slots are added in order.
@@ -99,6 +105,7 @@ void moe_experts_fwd(const MoeExpertsInputs& in, const TensorView& out, const Mo
 struct MoeExpertsGradients {
   TensorView dx, dweights, dgate_up, ddown;
   TensorView dshared_gate, dshared_up, dshared_down, dshared_router;
+  TensorView dgate_up_lora_a{}, dgate_up_lora_b{}, ddown_lora_a{}, ddown_lora_b{};
 };
 void moe_experts_bwd(const TensorView& dout, const MoeExpertsInputs& in, const MoeExpertsGradients& out,
                      const MoeExpertsOptions& options = {});

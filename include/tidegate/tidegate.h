@@ -8,6 +8,7 @@
 #include "tidegate/decode.h"
 #include "tidegate/delta_rule.h"
 #include "tidegate/ep.h"
+#include "tidegate/ep_nodes.h"
 #include "tidegate/error.h"
 #include "tidegate/gating.h"
 #include "tidegate/moe.h"

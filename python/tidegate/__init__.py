@@ -20,16 +20,19 @@ from tidegate.quant import (
     quantize,
     quantize_experts,
 )
+from tidegate.recorder import RouterRecorder
 from tidegate.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn, recurrent_gated_delta_rule
 from tidegate.registration import register, unregister
 from tidegate.report import report
 from tidegate.rope import partial_rope
 from tidegate.state import Sequence, Snapshot, StatePool, load_snapshots, save_snapshots
+from tidegate.weight_cache import invalidate
 
 __all__ = [
     "PatchHandle",
     "PatchOptions",
     "RMSNormGated",
+    "RouterRecorder",
     "Sequence",
     "Snapshot",
     "StatePool",
@@ -45,6 +48,7 @@ __all__ = [
     "grouped_matmul",
     "grouped_matmul_quant",
     "grouped_matmul_swiglu_quant",
+    "invalidate",
     "isa",
     "kernelize_model",
     "linear",

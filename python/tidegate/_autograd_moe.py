@@ -55,20 +55,20 @@ def _(ctx, dy):
     return dx if needs & 1 else None, dweight if needs & 2 else None, None, dbias
 
 
-EXPERTS = (0, 2, 3, 4, 5, 6, 7, 8)  # inputs that can have a gradient, in the order of the gradients
+EXPERTS = (0, *range(2, 13))  # inputs that can have a gradient, in the order of the gradients
 
 
 def _experts_setup(ctx, inputs, keyword_only_inputs, output):
     ctx.save_for_backward(*inputs)
-    ctx.options = {k: keyword_only_inputs[k] for k in ("weight_axes", "interleaved", "ids_convention")}
+    ctx.options = {k: v for k, v in keyword_only_inputs.items() if k != "round_y"}
 
 
 @_gradient("moe_experts_fwd", _experts_setup)
 def _(ctx, dout):
-    asked = (*ctx.needs_input_grad, *[False] * 9)  # torch leaves out what was not given at the end
+    asked = (*ctx.needs_input_grad, *[False] * 13)  # torch leaves out what was not given at the end
     needs = sum(asked[place] << i for i, place in enumerate(EXPERTS))
     results = ops.moe_experts_bwd(dout, *ctx.saved_tensors, **ctx.options, needs=needs)
-    gradients = [None] * 9
+    gradients = [None] * 13
     for place, gradient in zip(EXPERTS, results, strict=True):
         if asked[place]:
             gradients[place] = gradient

@@ -64,7 +64,9 @@ _WY_GRADIENTS = "dk @HK,K inter; dv @HV,V inter; dbeta @HV wide; dg @HV wide"
 _ROPE = "{0} @H,D float; cos ?B,T,R table; sin ?B,T,R table; {1} @H,D same"
 _EXPERTS = (
     "x T,H float; ids T,k index; weights T,k float; down E,H~inner match; gate_up E,gate_up~H match; "
-    "shared_gate J,H match; shared_up J,H match; shared_down H,J match; shared_router H match"
+    "shared_gate J,H match; shared_up J,H match; shared_down H,J match; shared_router H match; "
+    "gate_up_lora_a E,rank,H match; gate_up_lora_b E,gate_up,rank match; down_lora_a E,rank2,inner match; "
+    "down_lora_b E,H,rank2 match"
 )
 _PRODUCT_INT8 = "x M,in int8; weight G,out~in int8; groups G index; weight_scale G,out fp32; x_scale M fp32"
 
@@ -146,7 +148,8 @@ CONTRACTS = {
     "gate_up E,gate_up~H int8; gate_up_scale E,gate_up fp32; out T,H same",
     "moe_experts_bwd": f"{_EXPERTS}; dout T,H same; dx T,H same; dweights T,k float; dgate_up E,gate_up~H match; "
     "ddown E,H~inner match; dshared_gate J,H match; dshared_up J,H match; dshared_down H,J match; "
-    "dshared_router H match",
+    "dshared_router H match; dgate_up_lora_a E,rank,H match; dgate_up_lora_b E,gate_up,rank match; "
+    "ddown_lora_a E,rank2,inner match; ddown_lora_b E,H,rank2 match",
 }
 CONTRACTS = {op: [item.split() for item in text.split(";")] for op, text in CONTRACTS.items()}
 

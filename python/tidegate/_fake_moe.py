@@ -77,11 +77,16 @@ def _(
     shared_up=None,
     shared_down=None,
     shared_router=None,
+    gate_up_lora_a=None,
+    gate_up_lora_b=None,
+    down_lora_a=None,
+    down_lora_b=None,
     *,
-    needs=255,
+    needs=4095,
     **_options,
 ):
     inputs = (x, weights, gate_up, down, shared_gate, shared_up, shared_down, shared_router)
+    inputs += (gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b)
     return tuple(
         _nothing(x if t is None else t) if t is None or not needs >> i & 1 else _weight_like(t)
         for i, t in enumerate(inputs)

@@ -25,12 +25,20 @@ class PackedInputError(ValueError):
     """The description of a packed batch is missing, wrong or contradictory."""
 
 
+class ReplayError(ValueError):
+    """A replay of expert choices that does not fit what was recorded."""
+
+
 class IsolationError(RuntimeError):
     """A sample of a packed batch changed another one."""
 
 
 class ExpertParallelError(RuntimeError):
     """Another rank failed, died or did not come, or the ranks disagree; the text names it. The buffer needs a reset."""
+
+
+class SequenceParallelError(RuntimeError):
+    """A step cannot run sequence-parallel; all ranks of the group raise it, with the same text."""
 
 
 class TidegateFallbackWarning(UserWarning):

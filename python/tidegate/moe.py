@@ -3,7 +3,9 @@
 import torch
 
 from tidegate._native import ops
+from tidegate.weight_cache import cache_of, is_computed
 
+TURNING_ROWS = 12  # an expert with more rows than this has its weights turned in every call, unless they are already
 NAME = "tidegate"  # in Transformers' registry of experts functions
 
 
@@ -55,6 +57,8 @@ def moe_experts(
     shared_down=None,
     shared_router=None,
     *,
+    gate_up_lora=None,
+    down_lora=None,
     weight_axes="nk",
     interleaved=False,
     ids_convention="plain",
@@ -63,7 +67,11 @@ def moe_experts(
     """sum over slots of weights * down(silu(gate x) * (up x)), plus sigmoid(<shared_router, x>) times a shared expert.
 
     x [T,H], ids and weights [T,k], gate_up [E,2I,H], down [E,H,I] as models store them; id -1 is nobody.
+    gate_up_lora and down_lora, (a [E,r,K], b [E,N,r], scale), add scale b a to a weight [N,K] without forming it.
     """
+    (gate_up_a, gate_up_b, gate_up_scale), (down_a, down_b, down_scale) = (
+        lora or (None, None, 1.0) for lora in (gate_up_lora, down_lora)
+    )
     return ops.moe_experts_fwd(
         x,
         ids,
@@ -74,9 +82,15 @@ def moe_experts(
         shared_up,
         shared_down,
         shared_router,
+        gate_up_a,
+        gate_up_b,
+        down_a,
+        down_b,
         weight_axes=weight_axes,
         interleaved=interleaved,
         ids_convention=ids_convention,
+        gate_up_lora_scale=gate_up_scale,
+        down_lora_scale=down_scale,
         round_y=round_y,
     )
 
@@ -104,21 +118,41 @@ def why_not(module):
     return None
 
 
-def experts_forward(self, hidden_states, top_k_index, top_k_weights):
-    """The experts function of Transformers: hidden_states [T,H], top_k_index and top_k_weights [T,k]."""
+def _weights(module, x, ids, weights, lora):
+    """gate_up, down and their axes: the parameters, or copies of them in the order that suits many rows an expert."""
+    stored = module.gate_up_proj, module.down_proj, "kn" if getattr(module, "is_transposed", False) else "nk"
+    cache = cache_of(module)
+    if cache is None or stored[2] == "kn" or ids.numel() <= TURNING_ROWS * stored[0].shape[0]:
+        return stored
+    wanted = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad or lora)
+    if wanted or torch.compiler.is_compiling() or is_computed(module):
+        return stored
+    turned = [
+        cache.get(name, w, lambda w: w.mT.contiguous()) for name, w in zip(("gate_up", "down"), stored, strict=False)
+    ]
+    return stored if None in turned else (*turned, "kn")
+
+
+def experts_forward(self, hidden_states, top_k_index, top_k_weights, **lora):
+    """The experts function of Transformers: hidden_states [T,H], top_k_index and top_k_weights [T,k].
+
+    lora: gate_up_lora and down_lora of moe_experts.
+    """
     reason = why_not(self)
     if reason is not None:
         raise ValueError(f"tidegate: {type(self).__name__}: {reason}")
     # Ids of other ranks are num_experts; releases without the flag always read them so.
     foreign = getattr(self, "_is_expert_parallel", True)
+    gate_up, down, axes = _weights(self, hidden_states, top_k_index, top_k_weights, lora)
     return moe_experts(
         hidden_states,
         top_k_index,
         top_k_weights,
-        self.gate_up_proj,
-        self.down_proj,
-        weight_axes="kn" if getattr(self, "is_transposed", False) else "nk",
+        gate_up,
+        down,
+        weight_axes=axes,
         ids_convention="transformers_ep" if foreign else "plain",
+        **lora,
     )
 
 

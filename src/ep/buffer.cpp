@@ -223,7 +223,8 @@ void Buffer::expand(const Handle& h, const TensorView& out, const TensorView& sc
   }
   const Kernels& kernels = ep_kernels_for(active_isa());
   const bool stream = should_stream_rows(out);
-  for_row_tasks(first.back(), g.row_bytes * h.slots / g.ranks, [&](std::int64_t begin, std::int64_t end, std::int64_t) {
+  // Several tokens a task, because each task ends with a fence.
+  for_row_tasks(first.back(), g.row_bytes / 4, [&](std::int64_t begin, std::int64_t end, std::int64_t) {
     auto source = std::upper_bound(first.begin(), first.end(), begin) - first.begin() - 1;
     for (std::int64_t t = begin; t < end; ++t) {
       while (t >= first[static_cast<std::size_t>(source) + 1]) {

@@ -126,7 +126,7 @@ void sum_fp64(const TokenRows& r, void* out, std::int64_t width) {
 void sum_tokens(const Group& g, const Handle& h, const TensorView& out, const float* weights, const CombineOptions& o) {
   const std::int64_t row_bytes = out.sizes[1] * dtype_bytes(out.dtype);
   const Kernels& kernels = ep_kernels_for(active_isa());
-  for_row_tasks(h.tokens, out.sizes[1] * h.slots, [&](std::int64_t first, std::int64_t last, std::int64_t) {
+  for_row_tasks(h.tokens, out.sizes[1], [&](std::int64_t first, std::int64_t last, std::int64_t) {
     Scratch scratch;
     TokenRows rows(g, h, o, weights, row_bytes, scratch);
     for (std::int64_t t = first; t < last; ++t) {

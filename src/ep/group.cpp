@@ -58,7 +58,7 @@ Group::~Group() {
     if (mine.fate.state.load() == Control::kAlive) {
       mine.fate.state.store(Control::kClosed);
     }
-    wake_all(mine.ready.generation);
+    wake_others();
   }
 }
 
@@ -89,12 +89,34 @@ void Group::poison(std::string_view name, const std::string& text) noexcept {
   std::memcpy(mine.fate.text, failure_.data(), length);
   mine.fate.text[length] = '\0';
   mine.fate.state.store(Control::kFailed);
-  wake_all(mine.ready.generation);
+  wake_others();
+}
+
+void Group::wake_others() const {
+  for (int r = 0; r < ranks; ++r) {
+    wake_all(control(r).arrivals.count);
+  }
 }
 
 bool Group::arrived(int of, std::uint32_t g) const {
   // Generations wrap around after 2^32 operations.
   return static_cast<std::int32_t>(control(of).ready.generation.load(std::memory_order_acquire) - g) >= 0;
+}
+
+bool Group::all_arrived() const {
+  // Nobody begins a generation before all have completed the last one, so this many are those of this generation.
+  const std::uint32_t wanted = generation * static_cast<std::uint32_t>(ranks);
+  return static_cast<std::int32_t>(control(rank).arrivals.count.load(std::memory_order_acquire) - wanted) >= 0;
+}
+
+// The same by looking at every rank. One that died between publishing and telling everybody still counts.
+bool Group::all_published() const {
+  for (int r = 0; r < ranks; ++r) {
+    if (!arrived(r, generation)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 void Group::exchange(std::string_view name, Op op, const Terms& terms, std::int64_t tokens) {
@@ -104,58 +126,56 @@ void Group::exchange(std::string_view name, Op op, const Terms& terms, std::int6
   ++generation;
   Control::Signal& ready = control(rank).ready;
   ready.op.store(op, std::memory_order_relaxed);
-  ready.generation.store(generation);  // sequentially consistent, as the sleepers' side is: no sleeper is overlooked
-  if (ready.sleepers.load() != 0) {
-    wake_all(ready.generation);
-  }
-  const Clock::time_point begin = Clock::now();
-  Clock::time_point last = begin;
-  for (int r = 0; r < ranks; ++r) {
-    if (!arrived(r, generation)) {
-      wait_for(name, r, generation, begin);
-      const Clock::time_point now = Clock::now();
-      waited[static_cast<std::size_t>(r)] += std::chrono::duration_cast<std::chrono::microseconds>(now - last).count();
-      last = now;
+  ready.generation.store(generation, std::memory_order_release);
+  for (int i = 1; i <= ranks; ++i) {  // each rank begins with its neighbour: no line is wanted by all at once
+    Control::Arrivals& theirs = control((rank + i) % ranks).arrivals;
+    // Sequentially consistent, as the sleepers' side is: no sleeper is overlooked.
+    const std::uint32_t count = theirs.count.fetch_add(1) + 1;
+    if (count == generation * static_cast<std::uint32_t>(ranks) && theirs.sleepers.load() != 0) {
+      wake_all(theirs.count);
     }
+  }
+  if (!all_arrived()) {
+    wait(name);
   }
   compare(name, terms);
 }
 
-void Group::wait_for(std::string_view name, int of, std::uint32_t g, Clock::time_point begin) {
-  for (int i = 0; i < kSpins; ++i) {
+void Group::wait(std::string_view name) {
+  const Clock::time_point begin = Clock::now();
+  std::vector<bool> missing(static_cast<std::size_t>(ranks));
+  for (int r = 0; r < ranks; ++r) {
+    missing[static_cast<std::size_t>(r)] = !arrived(r, generation);
+  }
+  bool done = false;
+  for (int i = 0; i < kSpins && !done; ++i) {
     pause();
-    if (arrived(of, g)) {
-      return;
-    }
+    done = all_arrived();
   }
-  for (const Clock::time_point yields = Clock::now(); seconds_since(yields) < kYieldSeconds;) {
+  while (!done && seconds_since(begin) < kYieldSeconds) {
     sched_yield();
-    if (arrived(of, g)) {
-      return;
+    done = all_arrived();
+  }
+  Control::Arrivals& mine = control(rank).arrivals;
+  while (!done) {
+    mine.sleepers.store(1);
+    const std::uint32_t seen = mine.count.load();
+    if (!all_arrived()) {
+      sleep_while(mine.count, seen);
+    }
+    mine.sleepers.store(0);
+    done = all_arrived() || all_published();
+    if (!done) {
+      check_others(name, begin);
     }
   }
-  Control::Signal& s = control(of).ready;
-  while (true) {
-    s.sleepers.fetch_add(1);
-    const std::uint32_t seen = s.generation.load();
-    if (!arrived(of, g)) {
-      sleep_while(s.generation, seen);
-    }
-    s.sleepers.fetch_sub(1);
-    if (arrived(of, g)) {
-      return;
-    }
-    check_others(name, of);
-    if (seconds_since(begin) > config.timeout_seconds) {
-      give_up(name, begin);
-    }
-    if (is_gone(peers_[static_cast<std::size_t>(of)].life) && !arrived(of, g)) {
-      give_up(name, begin);
-    }
+  const auto spent = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - begin).count();
+  for (int r = 0; r < ranks; ++r) {
+    waited[static_cast<std::size_t>(r)] += missing[static_cast<std::size_t>(r)] ? spent : 0;
   }
 }
 
-void Group::check_others(std::string_view name, int of) const {
+void Group::check_others(std::string_view name, Clock::time_point begin) const {
   for (int r = 0; r < ranks; ++r) {
     const Control::Fate& fate = control(r).fate;
     const std::uint32_t state = fate.state.load(std::memory_order_acquire);
@@ -169,9 +189,18 @@ void Group::check_others(std::string_view name, int of) const {
       }
       throw Failure(prefix(name) + "rank " + std::to_string(r) + " failed: " + text);
     }
-    if (state == Control::kClosed && r == of && !arrived(r, generation)) {
+    if (arrived(r, generation)) {
+      continue;
+    }
+    if (state == Control::kClosed) {
       throw Failure(prefix(name) + "rank " + std::to_string(r) + " has closed its buffer");
     }
+    if (is_gone(peers_[static_cast<std::size_t>(r)].life) && !arrived(r, generation)) {
+      give_up(name, begin);
+    }
+  }
+  if (seconds_since(begin) > config.timeout_seconds) {
+    give_up(name, begin);
   }
 }
 

@@ -32,13 +32,18 @@ struct Header {
   std::int64_t tokens;
 };
 
-// At the beginning of every window; each line has one writer.
+// At the beginning of every window.
 struct Control {
-  struct alignas(64) Signal {
+  struct alignas(64) Signal {               // written by the owner
     std::atomic<std::uint32_t> generation;  // the last one whose slot is complete
-    std::atomic<std::uint32_t> sleepers;
     std::atomic<Op> op;
   } ready;
+  // Written by all: how many slots have been completed by all ranks together. The owner waits for this one number, so
+  // that it is woken once in a generation, by the last rank to come.
+  struct alignas(64) Arrivals {
+    std::atomic<std::uint32_t> count;
+    std::atomic<std::uint32_t> sleepers;
+  } arrivals;
   enum State : std::uint32_t { kAlive, kFailed, kClosed };
   struct alignas(64) Fate {
     std::atomic<std::uint32_t> state;
@@ -94,9 +99,11 @@ class Group {
   char* at(int of) const { return peers_[static_cast<std::size_t>(of)].window.data(); }
   Control& control(int of) const { return *reinterpret_cast<Control*>(at(of)); }
   bool arrived(int of, std::uint32_t g) const;
-  void wait_for(std::string_view name, int of, std::uint32_t g, std::chrono::steady_clock::time_point begin);
+  bool all_arrived() const, all_published() const;
+  void wait(std::string_view name);
+  void wake_others() const;
   void give_up(std::string_view name, std::chrono::steady_clock::time_point begin) const;
-  void check_others(std::string_view name, int of) const;
+  void check_others(std::string_view name, std::chrono::steady_clock::time_point begin) const;
   void compare(std::string_view name, const Terms& mine) const;
   std::string prefix(std::string_view name) const;
 

@@ -15,6 +15,7 @@ For Transformers models: `tidegate.ep.register()` before the model is built with
 from tidegate.ep.buffer import Buffer, Handle, node_id
 from tidegate.ep.functions import combine, dispatch, experts
 from tidegate.ep.nodes import NodesBuffer
+from tidegate.ep.npu import npu_moe_distribute_combine_v2, npu_moe_distribute_dispatch_v2
 from tidegate.ep.style import ep_enabled, parallelize, register, unregister
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "ep_enabled",
     "experts",
     "node_id",
+    "npu_moe_distribute_combine_v2",
+    "npu_moe_distribute_dispatch_v2",
     "parallelize",
     "register",
     "unregister",

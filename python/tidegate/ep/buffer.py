@@ -57,24 +57,27 @@ def all_gather_bytes(tensor, group, ranks):
 class Handle:
     """What a dispatch leaves behind: where every pair (token, slot) went, and where every received row came from."""
 
-    def __init__(self, number, width, dtype):
-        self.number, self.width, self.dtype = number, width, dtype
-        self._free = weakref.finalize(self, torch.ops.tidegate_ep.free_handle, number)
-        (
-            self.expert_rows,  # int64 [local experts]: rows of each, in their order
-            self.row_expert,  # int32 [rows,1]: the local expert of every row
-            self.row_weights,  # fp32 [rows,1]: the routing weight of every row (1 if none were given)
-            self.row_rank,  # int32 [rows]: the rank that it came from
-            self.row_pair,  # int32 [rows]: token * K + slot there
-            self.rank,  # int32 [T,K]: the rank that holds the expert of a pair, -1 if it did not travel
-            self.place,  # int32 [T,K]: the row there
-            self.source_tokens,  # int64 [ranks]
-        ) = call("describe", number)
-        self.weights = None  # the routing weights given to dispatch, for their gradient
+    FIELDS = (
+        "expert_rows",  # int64 [local experts]: rows of each, in their order
+        "row_expert",  # int32 [rows,1]: the local expert of every row
+        "row_weights",  # fp32 [rows,1]: the routing weight of every row (1 if none were given)
+        "row_rank",  # int32 [rows]: the rank that it came from
+        "row_pair",  # int32 [rows]: token * K + slot there
+        "rank",  # int32 [T,K]: the rank that holds the expert of a pair, -1 if it did not travel
+        "place",  # int32 [T,K]: the row there
+        "source_tokens",  # int64 [ranks]
+    )
 
-    @property
-    def rows(self):
-        return self.row_expert.shape[0]
+    def __init__(self, number, rows, width, dtype, weights):
+        self.number, self.rows, self.width, self.dtype = number, rows, width, dtype
+        self.weights = weights  # the routing weights given to dispatch, for their gradient
+        self._free = weakref.finalize(self, torch.ops.tidegate_ep.free_handle, number)
+
+    def __getattr__(self, name):  # tensors are made when they are asked for: decoding needs none of them
+        if name not in Handle.FIELDS:
+            raise AttributeError(f"Handle has no attribute {name!r}")
+        self.__dict__.update(zip(Handle.FIELDS, call("describe", self.number), strict=True))
+        return self.__dict__[name]
 
 
 class Buffer:
@@ -144,10 +147,8 @@ class Buffer:
     # The exchanges without gradients; functions.py has them with.
 
     def dispatch(self, x, ids, weights=None, mask=None, int8=False, needs_backward=False):
-        number = call("dispatch", self.number, x, ids, weights, mask, int8, needs_backward)
-        handle = Handle(number, x.shape[1], torch.int8 if int8 else x.dtype)
-        handle.weights = weights
-        return handle
+        number, rows = call("dispatch", self.number, x, ids, weights, mask, int8, needs_backward)
+        return Handle(number, rows, x.shape[1], torch.int8 if int8 else x.dtype, weights)
 
     def redispatch(self, x, handle):
         """Other rows along the way of a handle: [rows,H]."""

@@ -14,7 +14,8 @@ TURNED = {  # outputs whose last two dimensions may stand the other way round in
     (op, name)
     for op, names in {
         "grouped_matmul_bwd": "dweight",
-        "moe_experts_bwd": "dgate_up ddown dshared_gate dshared_up dshared_down",
+        "moe_experts_bwd": "dgate_up ddown dshared_gate dshared_up dshared_down dgate_up_lora_a dgate_up_lora_b "
+        "ddown_lora_a ddown_lora_b",
         "quantize": "q",
     }.items()
     for name in names.split()

@@ -89,19 +89,34 @@ packed_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def attention_forward(
-    module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, cu_seq_lens_q=None, **kwargs
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    dropout=0.0,
+    scaling=None,
+    is_causal=None,
+    cu_seq_lens_q=None,
+    sequence_parallel=None,
+    **kwargs,
 ):
-    """An attention function of Transformers: SDPA as it is there, and block-diagonal where boundaries are given."""
-    if cu_seq_lens_q is None:
+    """An attention function of Transformers: SDPA as it is there, block-diagonal where boundaries are given, and over
+    several processes where a plan of sequence parallelism is."""
+    if cu_seq_lens_q is None and sequence_parallel is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    _check(module, query, key, value, attention_mask, dropout, is_causal)
+    _check(module, query, key, value, attention_mask if sequence_parallel is None else None, dropout, is_causal)
     if torch.is_autocast_enabled("cpu"):  # as SDPA does; tables of positions may have left q and k in fp32
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if sequence_parallel is not None:
+        from tidegate.parallel.attention import attend
+
+        return attend(sequence_parallel, query, key, value, scale).contiguous(), None
     out, _ = packed_attention(query, key, value, cu_seq_lens_q, scale)
     return out.transpose(1, 2).contiguous(), None
 

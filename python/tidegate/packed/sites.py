@@ -2,6 +2,8 @@
 
 import functools
 
+import torch
+
 from tidegate.packed import attention, support
 from tidegate.packed.forward import prepare
 from tidegate.patch import registry
@@ -34,7 +36,9 @@ def _text_forward(padding_free, refusal):
             **kwargs,
         )
         tokens = input_ids if input_ids is not None else inputs_embeds
-        if tokens is not None:  # else the original says what is missing
+        if kwargs.get("sequence_parallel") is not None:  # a shard; the whole batch was checked before it was cut
+            arguments["attention_mask"] = torch.empty(1, 1, 0, 0, dtype=torch.bool)  # so that no mask is made
+        elif tokens is not None:  # else the original says what is missing
             why_not = functools.partial(_why_not, self, refusal)
             arguments = prepare(padding_free, why_not, arguments, tokens.shape[0], tokens.shape[1])
         return call_original(self, PACKED, **arguments)
@@ -95,6 +99,7 @@ def find_attention(root, options):
             continue
         holder = registry.holder(root, module.config, module)
         strange = next((layer for layer in layers if not support.uses_registry(layer)), None)
+        chosen = getattr(module.config, "_attn_implementation", None)
         indexed = next((layer for layer in layers if hasattr(layer, "indexer")), None)
         if holder is None or strange is not None:
             why = (
@@ -105,6 +110,9 @@ def find_attention(root, options):
             sites.append(Site(path, ATTENTION, module).refuse(f"{type(strange or module).__name__}: {why}"))
         elif indexed is not None:
             sites.append(Site(path, ATTENTION, module).refuse(f"{type(indexed).__name__} attends to indexed tokens"))
+        elif chosen not in (None, "sdpa", attention.NAME, attention.PATCHED):
+            why = f"attention is {chosen!r}, and ours would take its place: select sdpa, or leave packed input"
+            sites.append(Site(path, ATTENTION, module).refuse(why))
         else:
             names = ("_attn_implementation", attention.PATCHED)
             sites.append(registry.RegistrySite(path, ATTENTION, holder[1], module, names, attention.register))

@@ -65,6 +65,8 @@ def _mixer_refusal(layer, mixer):
     site = None if record is None else record.sites.get("gdn_layer")
     if site is None or not site.installed or not (torch.compiler.is_compiling() or site.intact()):
         return "is not patched; patch with the op gdn_layer, or again if its forward was lost"
+    if not getattr(site, "tokenwise", True):
+        return "gives a token another value when other tokens are beside it, as quantised activations do"
     if record_of(layer) is not None and not site.mechanism.startswith("I"):  # see _layer_forward in sites.py
         return "runs the model's own code, which takes no boundaries in this release; leave the option gdn_layer on"
     return ""

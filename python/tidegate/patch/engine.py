@@ -55,9 +55,10 @@ def _names(ops):
 def finders():
     """The functions find(root, options) -> sites, in the order in which sites are installed."""
     from tidegate.packed.sites import find_attention, find_packed
-    from tidegate.patch import gdn, linear, moe, norms, rope
+    from tidegate.patch import gdn, linear, moe, norms, rope, router
 
-    return [gdn.find, norms.find_gated, norms.find, rope.find, linear.find, moe.find, find_attention, find_packed]
+    parts = [gdn.find, norms.find_gated, norms.find, rope.find, linear.find, router.find, moe.find]
+    return [*parts, find_attention, find_packed]
 
 
 def _find(root, asked, options):
@@ -120,7 +121,8 @@ def _demand(root, sites, asked, options, notes):
     problems += [f"found no place for {op!r}" for op in asked if op not in taken and options.on(OPS[op])]
     layers = modules.linear_layers(root)
     if layers and options.on("gdn") and (not asked or "gdn_layer" in asked):
-        count = sum(site.op == "gdn_layer" and not site.verdict for site in sites)
+        found = {id(site.module) for site in sites if site.op == "gdn_layer" and not site.verdict}
+        count = sum(id(module) in found for _, module in root.named_modules(remove_duplicate=False))
         if count < layers:
             problems.append(f"found {count} of {layers} linear-attention layers")
     if not problems:

@@ -29,14 +29,26 @@ def plain(tensor, name):
     return tensor
 
 
+def fetch(module):
+    """Accelerate's offloading: weights arrive when their module is called. Where they are only read: call for them."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        hook.pre_forward(module)
+    return module
+
+
+def release(module):
+    """The other half of fetch."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        hook.post_forward(module, ())
+
+
 def conv_parameters(layer, names):
     """weight [C, W] and bias of one convolution, or of several side by side."""
     weights, biases = [], []
     for name in names:
-        conv = getattr(layer, name)
-        hook = getattr(conv, "_hf_hook", None)
-        if hook is not None:  # accelerate's offloading: the weights arrive when the module is called, so call for them
-            hook.pre_forward(conv)
+        conv = fetch(getattr(layer, name))
         weights.append(plain(conv.weight, f"{name}.weight").squeeze(1))
         biases.append(conv.bias)
     bias = None if biases[0] is None else biases[0] if len(biases) == 1 else torch.cat(biases)
@@ -46,10 +58,7 @@ def conv_parameters(layer, names):
 def release_conv(layer, names):
     """The other half of conv_parameters."""
     for name in names:
-        conv = getattr(layer, name)
-        hook = getattr(conv, "_hf_hook", None)
-        if hook is not None:
-            hook.post_forward(conv, ())
+        release(getattr(layer, name))
 
 
 def gated_norm(layer, spec, o, z, rounding):
@@ -58,9 +67,11 @@ def gated_norm(layer, spec, o, z, rounding):
     if rounding is None:
         return norm(o.flatten(0, -2), z.reshape(-1, z.shape[-1])).view(o.shape)
     activation = getattr(norm, "activation", "silu")
-    return ops.rms_norm_gated_fwd(
-        o, z.to(o.dtype), norm.weight, eps=norm_eps(norm), activation=activation, rounding=rounding
+    y = ops.rms_norm_gated_fwd(
+        o, z.to(o.dtype), fetch(norm).weight, eps=norm_eps(norm), activation=activation, rounding=rounding
     )[0]
+    release(norm)
+    return y
 
 
 def step(layer, spec, x, conv_state, state, rounding):
@@ -68,7 +79,7 @@ def step(layer, spec, x, conv_state, state, rounding):
     B = x.shape[0]
     mixed, z, a, b = spec.step(layer, x)
     weight, bias = conv_parameters(layer, spec.convs)
-    norm = getattr(layer, spec.norm)
+    norm = fetch(getattr(layer, spec.norm))
     y = ops.gdn_packed_decode(
         mixed.view(B, -1),
         None if z is None else z.view(B, -1),
@@ -92,6 +103,7 @@ def step(layer, spec, x, conv_state, state, rounding):
         projection=spec.projection,
     )
     release_conv(layer, spec.convs)
+    release(norm)
     return getattr(layer, spec.out)(y.view(B, 1, -1))
 
 
@@ -163,6 +175,11 @@ def fused_forward(spec, rounding):
         if rest:  # (attention_mask,), or (cache_position, attention_mask) in the oldest releases
             attention_mask = rest[-1]
         x, T = hidden_states, hidden_states.shape[1]
+        plan = kwargs.get("sequence_parallel")
+        if plan is not None:
+            from tidegate.parallel import linear_attention
+
+            return linear_attention.forward(self, spec, x, plan, rounding)
         mask = attention_mask
         if mask is not None:
             mask = mask[:, mask.shape[1] - T :] if mask.dim() == 2 else None

@@ -7,6 +7,7 @@ import torch
 
 from tidegate.errors import PackedInputError
 from tidegate.patch.code import attribute_names, that_names, with_globals
+from tidegate.patch.gdn_forward import fetch, release_conv
 from tidegate.patch.gdn_ops import as_attributes
 from tidegate.patch.site import MISSING, ForwardSite, call_original
 
@@ -18,20 +19,13 @@ def conv_names(module):
     return tuple(name for name, child in module.named_children() if isinstance(child, torch.nn.Conv1d))
 
 
-def _fire(module, names, when):
-    for name in names:
-        conv = getattr(module, name)
-        hook = getattr(conv, "_hf_hook", None)
-        if hook is not None:
-            hook.pre_forward(conv) if when == "before" else hook.post_forward(conv, ())
-
-
 @functools.cache
 def _with_hooks(function, convs):
     def forward(self, *args, **kwargs):
-        _fire(self, convs, "before")
+        for name in convs:
+            fetch(getattr(self, name))
         output = function(self, *args, **kwargs)
-        _fire(self, convs, "after")
+        release_conv(self, convs)
         return output
 
     return forward

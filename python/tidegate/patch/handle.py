@@ -92,7 +92,7 @@ class PatchHandle:
             here = status == "installed"
             status = "fallback" if here and kernel == "fallback" else status
             rows.append(
-                Row(site.path, site.op, status, site.mechanism, kernel if here else "-", site.checked, site.reason)
+                Row(site.path, site.op, status, site.mechanism, kernel if here else "-", site.checked, site.remarks())
             )
         sources = [
             f"option {name} = {getattr(self.settings.options, name)} ({source})"

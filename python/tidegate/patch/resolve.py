@@ -22,7 +22,7 @@ def as_module(model):
 
 
 def _unwrap_once(module):
-    if isinstance(module, nn.parallel.DistributedDataParallel):
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return module.module
     if isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile
         return module._orig_mod

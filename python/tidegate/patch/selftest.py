@@ -53,6 +53,8 @@ def plain_copy(module, dtype=None):
                 memo[id(value)] = MISSING
             elif name.endswith("_hooks") and isinstance(value, dict):
                 memo[id(value)] = type(value)()
+            elif isinstance(value, torch.Tensor) and not value.is_leaf:  # as pruning leaves them
+                memo[id(value)] = value.detach().clone()
     twin = copy.deepcopy(module, memo)
     for child in twin.modules():
         for name in _HOOKS:
@@ -167,7 +169,9 @@ def of_layer(site):
         errors.append(run("70 tokens, one row padded on the left", x, attention_mask=mask))
         errors += _with_cache(module, call, x[:1])
         if getattr(site, "packs", False):
-            errors.append(_packed(call, x[:1]))
+            found = _packed(call, x[:1])
+            site.tokenwise = found is not None
+            errors.append(found or 0.0)
         return summary(errors, dtype)
 
     def quiet():
@@ -197,4 +201,7 @@ def _packed(call, x):
         seq_idx=torch.arange(2, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))[None],
     )
     separate = [torch.cat([call[who](part) for part in parts], 1) for who in ("original", "reference")]
+    whole, alone = (call["original"](row)[:, : lengths[0]] for row in (x, parts[0]))
+    if x.dtype == torch.float32 and error(whole, alone) > FP32_LIMIT:  # inputs of its products share a scale
+        return None
     return judge("packed 24 and 46 tokens", call["ours"](x, **packed), *separate)

@@ -115,6 +115,10 @@ class Site:
     def invalidate(self):
         """Forgets everything that was derived from weights."""
 
+    def remarks(self):
+        """The last cell of the report's row."""
+        return self.reason
+
     def saved(self):
         """What stands for the site in a saved model; making it again there undoes what was saved with the model."""
         return None

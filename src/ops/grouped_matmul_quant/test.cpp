@@ -83,6 +83,18 @@ TEST(GroupedMatmulQuant, IsExact) {
   });
 }
 
+// Every width between two vectors of bytes: what is left over is handled by itself.
+TEST(GroupedMatmulQuant, EveryRest) {
+  for_each_isa([] {
+    for (std::int64_t K = 17; K <= 33; ++K) {
+      for (const std::int64_t rows : {1, 20}) {
+        const Case c = make_case({rows, 2}, K, 25);
+        expect_equal(product(c), expected_product(c));
+      }
+    }
+  });
+}
+
 TEST(GroupedMatmulQuant, LargestSums) {
   for_each_isa([] {
     Case c = make_case({2}, 3000, 3);

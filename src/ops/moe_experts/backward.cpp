@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "ops/moe_experts/collect.h"
+#include "ops/moe_experts/low_rank.h"
 
 namespace tidegate::moe_experts {
 namespace {
@@ -15,6 +16,8 @@ struct Trail {
   char *dgate, *dup;       // [places][width], absent: not wanted
   float* dfactors;         // [places][blocks]: parts of <da, a>, absent: not wanted
   std::int64_t blocks;
+  // Gradients on the narrow sides of low-rank additions, times their scales: of down before the routing weight.
+  float *narrow_down, *narrow_hidden;
   bool wants_da, wants_a;
 };
 
@@ -48,13 +51,15 @@ void run_block(const Plan& p, const Set& s, const Trail& trail, const BlockTasks
   float* up = own.floats(size);
   float* da = own.floats(size);
   float* room = own.floats(grouped_matmul_kernels_for(active_isa()).room_floats);
-  const void* const* rows = s.x_rows + t.row;
-  multiply({s.gate, t.group, t.column, t.columns, false}, rows, p.type, t.rows, gate, kBlockColumns, false, room);
-  multiply({s.up, t.group, t.column, t.columns, false}, rows, p.type, t.rows, up, kBlockColumns, false, room);
+  hidden_block(p, s, t, gate, up, room);
   Activation v{};
   if (trail.wants_da) {
     multiply({s.down, t.group, t.column, t.columns, true}, trail.dout_rows + t.row, p.type, t.rows, da, kBlockColumns,
              false, room);
+    if (const LowRank& l = s.down_lora; l.rank > 0) {
+      widen({l.a, t.group, t.column, t.columns, true}, trail.narrow_down, l.rank, t.row, t.rows, da, kBlockColumns,
+            room);
+    }
     v.da = da;
     v.factors = s.place_weights + t.row;
   }
@@ -83,10 +88,6 @@ float factor_gradient(const Trail& t, std::int64_t place) {
   return total;
 }
 
-const void** hidden_rows(const Plan& p, const Set& s, const char* data, Scratch& scratch) {
-  return row_pointers(s.places, scratch, [&](std::int64_t j) { return data + j * s.width() * p.bytes; });
-}
-
 void weight_gradients(const Plan& p, const Set& s, const Trail& t, const Weights* dgate, const Weights* dup,
                       const Weights* ddown) {
   Scratch own;
@@ -105,19 +106,60 @@ void weight_gradients(const Plan& p, const Set& s, const Trail& t, const Weights
   }
 }
 
+// b's gradient is that of the product times u, a's the narrow gradient times the input.
+void low_rank_gradients(const Plan& p, const Set& s, const Trail& t, const MoeExpertsGradients& g,
+                        const MoeExpertsOptions& o) {
+  Scratch own;
+  constexpr int kFloat = 0;
+  const LowRank& hidden = s.hidden_lora;
+  const LowRank& down = s.down_lora;
+  if (g.dgate_up_lora_b.defined()) {
+    const GateUp both = gate_up_of(g.dgate_up_lora_b, WeightAxes::kNK, o.interleaved);
+    const void** u = narrow_rows(s, hidden.u, hidden.rank, own);
+    outer_products({hidden_rows(p, s, t.dgate, own), u, nullptr, p.type, kFloat, s.offsets, s.groups, false},
+                   both.gate);
+    outer_products({hidden_rows(p, s, t.dup, own), u, nullptr, p.type, kFloat, s.offsets, s.groups, false}, both.up);
+  }
+  if (g.dgate_up_lora_a.defined()) {
+    outer_products({narrow_rows(s, t.narrow_hidden, hidden.rank, own), s.x_rows, nullptr, kFloat, p.type, s.offsets,
+                    s.groups, false},
+                   weights_of(g.dgate_up_lora_a, WeightAxes::kNK));
+  }
+  if (g.ddown_lora_b.defined()) {
+    narrow_hidden(p, s, own);
+    outer_products({t.dout_rows, narrow_rows(s, down.u, down.rank, own), s.place_weights, p.type, kFloat, s.offsets,
+                    s.groups, false},
+                   weights_of(g.ddown_lora_b, WeightAxes::kNK));
+  }
+  if (g.ddown_lora_a.defined()) {
+    outer_products({narrow_rows(s, t.narrow_down, down.rank, own), hidden_rows(p, s, s.a, own), s.place_weights, kFloat,
+                    p.type, s.offsets, s.groups, false},
+                   weights_of(g.ddown_lora_a, WeightAxes::kNK));
+  }
+}
+
 }  // namespace
 
 void backward(const Plan& p, const TensorView& dout, const MoeExpertsGradients& g, const MoeExpertsOptions& o,
               Scratch& scratch) {
   const bool router = p.has_shared && (g.dx.defined() || g.dshared_router.defined());
   const Needs needs[2] = {
-      {g.dx.defined(), g.dweights.defined(), g.dgate_up.defined(), g.ddown.defined()},
+      {g.dx.defined(), g.dweights.defined(),
+       g.dgate_up.defined() || g.dgate_up_lora_a.defined() || g.dgate_up_lora_b.defined(),
+       g.ddown.defined() || g.ddown_lora_a.defined() || g.ddown_lora_b.defined()},
       {g.dx.defined(), router, g.dshared_gate.defined() || g.dshared_up.defined(), g.dshared_down.defined()}};
   const BlockTasks routed(p.routed.offsets, p.routed.groups, p.routed.width(), scratch);
   const BlockTasks shared(p.shared.offsets, p.shared.groups, p.has_shared ? p.shared.width() : 0, scratch);
-  const Trail trails[2] = {
-      make_trail(p, p.routed, dout, needs[0], routed.column_blocks(), scratch),
-      p.has_shared ? make_trail(p, p.shared, dout, needs[1], shared.column_blocks(), scratch) : Trail{}};
+  Trail trails[2] = {make_trail(p, p.routed, dout, needs[0], routed.column_blocks(), scratch),
+                     p.has_shared ? make_trail(p, p.shared, dout, needs[1], shared.column_blocks(), scratch) : Trail{}};
+  const LowRank& hidden_lora = p.routed.hidden_lora;
+  const LowRank& down_lora = p.routed.down_lora;
+  narrow_x(p, p.routed, scratch);
+  if (down_lora.rank > 0) {
+    trails[0].narrow_down = take<float>(scratch, p.routed.places * down_lora.rank);
+    narrow(p.routed, {{&down_lora.b[0], nullptr}, {trails[0].dout_rows, nullptr}, p.type, true, down_lora.scale},
+           down_lora.rank, trails[0].narrow_down, scratch);
+  }
   parallel_for(gate_tasks(p), [&](std::int64_t i) { run_gate_task(p, i); });
   parallel_for(routed.count() + shared.count(), [&](std::int64_t i) {
     const bool first = i < routed.count();
@@ -139,6 +181,16 @@ void backward(const Plan& p, const TensorView& dout, const MoeExpertsGradients& 
       steps[t] = p.shared_gate[t] * (1.0f - p.shared_gate[t]) * factor_gradient(trails[1], t);
     }
   }
+  if (hidden_lora.rank > 0 && (g.dx.defined() || g.dgate_up_lora_a.defined())) {
+    trails[0].narrow_hidden = take<float>(scratch, p.routed.places * hidden_lora.rank);
+    narrow(p.routed,
+           {{&hidden_lora.b[0], &hidden_lora.b[1]},
+            {hidden_rows(p, p.routed, trails[0].dgate, scratch), hidden_rows(p, p.routed, trails[0].dup, scratch)},
+            p.type,
+            true,
+            hidden_lora.scale},
+           hidden_lora.rank, trails[0].narrow_hidden, scratch);
+  }
   if (g.dx.defined()) {
     collect(
         p, g.dx,
@@ -153,16 +205,20 @@ void backward(const Plan& p, const TensorView& dout, const MoeExpertsGradients& 
             multiply({i == 0 ? s.gate : s.up, e, column, columns, true}, rows, p.type, count, to, kCollectColumns,
                      i == 1, room);
           }
+          if (const LowRank& l = s.hidden_lora; l.rank > 0) {
+            widen({l.a, e, column, columns, true}, t.narrow_hidden, l.rank, place, count, to, kCollectColumns, room);
+          }
         },
         [&](Combine& c, std::int64_t first, std::int64_t column) {
           c.direction = p.has_shared ? p.router + column : nullptr;
           c.steps = p.has_shared ? steps + first : nullptr;
         });
   }
-  const GateUp both = g.dgate_up.defined() ? gate_up_of(g.dgate_up, o) : GateUp{};
+  const GateUp both = g.dgate_up.defined() ? gate_up_of(g.dgate_up, o.weight_axes, o.interleaved) : GateUp{};
   const Weights down = g.ddown.defined() ? weights_of(g.ddown, o.weight_axes) : Weights{};
   weight_gradients(p, p.routed, trails[0], g.dgate_up.defined() ? &both.gate : nullptr,
                    g.dgate_up.defined() ? &both.up : nullptr, g.ddown.defined() ? &down : nullptr);
+  low_rank_gradients(p, p.routed, trails[0], g, o);
   if (!p.has_shared) {
     return;
   }

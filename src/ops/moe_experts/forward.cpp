@@ -1,5 +1,7 @@
 // The forward of the experts in two parallel regions: silu(gate) * up of all pairs, then down and the sum over slots.
+// A low-rank addition has one of its own before each of them.
 #include "ops/moe_experts/collect.h"
+#include "ops/moe_experts/low_rank.h"
 
 namespace tidegate::moe_experts {
 
@@ -11,6 +13,7 @@ void forward(const Plan& p, const TensorView& out, Scratch& scratch) {
   const std::int64_t blocks = routed.count() + shared.count();
   const grouped_matmul::Kernels& products = grouped_matmul_kernels_for(active_isa());
   const auto activate = moe_experts_kernels_for(active_isa()).forward[p.type];
+  narrow_x(p, p.routed, scratch);
   parallel_for(blocks + gate_tasks(p), [&](std::int64_t i) {
     if (i >= blocks) {
       run_gate_task(p, i - blocks);
@@ -22,9 +25,7 @@ void forward(const Plan& p, const TensorView& out, Scratch& scratch) {
     float* gate = own.floats(t.rows * kBlockColumns);
     float* up = own.floats(t.rows * kBlockColumns);
     float* room = own.floats(products.room_floats);
-    const void* const* rows = s.x_rows + t.row;
-    multiply({s.gate, t.group, t.column, t.columns, false}, rows, p.type, t.rows, gate, kBlockColumns, false, room);
-    multiply({s.up, t.group, t.column, t.columns, false}, rows, p.type, t.rows, up, kBlockColumns, false, room);
+    hidden_block(p, s, t, gate, up, room);
     Activation v{};
     v.gate = gate;
     v.up = up;
@@ -35,6 +36,7 @@ void forward(const Plan& p, const TensorView& out, Scratch& scratch) {
     v.a_row = s.width();
     activate(v);
   });
+  narrow_hidden(p, p.routed, scratch);
   collect(
       p, out,
       [&](const Set& s, std::int64_t g, std::int64_t place, std::int64_t count, std::int64_t column,
@@ -44,6 +46,9 @@ void forward(const Plan& p, const TensorView& out, Scratch& scratch) {
           rows[r] = s.a + (place + r) * s.width() * p.bytes;
         }
         multiply({s.down, g, column, columns, false}, rows, p.type, count, to, kCollectColumns, false, room);
+        if (const LowRank& l = s.down_lora; l.rank > 0) {
+          widen({l.b[0], g, column, columns, false}, l.u, l.rank, place, count, to, kCollectColumns, room);
+        }
       },
       [&](Combine& c, std::int64_t first, std::int64_t) {
         c.weights = p.routed.pair_weights + first * p.routed.slots;

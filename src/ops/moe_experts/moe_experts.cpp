@@ -1,4 +1,6 @@
 // moe_experts_fwd and _bwd: checks and dispatch.
+#include <cmath>
+
 #include "base/float_environment.h"
 #include "ops/moe_experts/plan.h"
 #include "ops/moe_experts/reference.h"
@@ -34,6 +36,23 @@ void check_expert_weight(std::string_view op, Named t, std::int64_t E, std::int6
   check_parameter_type(op, t, x);
 }
 
+// Both factors or none.
+void check_low_rank(std::string_view op, Named a, Named b, std::int64_t E, std::int64_t N, std::int64_t K,
+                    const TensorView& x) {
+  check(a.tensor.defined() == b.tensor.defined(), op, ": ", b.name, ": expected ",
+        a.tensor.defined() ? "a tensor" : "none", " (as ", a.name, "), got ", b.tensor.defined() ? "a tensor" : "none");
+  if (a.tensor.defined()) {
+    check_rank(op, a, 3);
+    MoeExpertsOptions plain;
+    check_expert_weight(op, a, E, a.tensor.sizes[1], K, plain, x);
+    check_expert_weight(op, b, E, N, a.tensor.sizes[1], plain, x);
+  }
+}
+
+void check_scale(std::string_view op, std::string_view name, double scale) {
+  check(std::isfinite(scale), op, ": ", name, ": expected a finite number, got ", scale);
+}
+
 Sizes check_inputs(std::string_view op, const MoeExpertsInputs& in, const MoeExpertsOptions& o) {
   check_rank(op, {"x", in.x}, 2);
   check_data_type(op, {"x", in.x});
@@ -55,6 +74,15 @@ Sizes check_inputs(std::string_view op, const MoeExpertsInputs& in, const MoeExp
         ": gate_up: expected stride 1 along H with interleaved rows, got ", in.gate_up.strides[1]);
   check(!o.interleaved || o.weight_axes == WeightAxes::kKN || in.gate_up.strides[2] == 1 || I == 0, op,
         ": gate_up: expected stride 1 along H with interleaved rows, got ", in.gate_up.strides[2]);
+  check_low_rank(op, {"gate_up_lora_a", in.gate_up_lora_a}, {"gate_up_lora_b", in.gate_up_lora_b}, E, 2 * I, H, in.x);
+  check_low_rank(op, {"down_lora_a", in.down_lora_a}, {"down_lora_b", in.down_lora_b}, E, H, I, in.x);
+  if (o.interleaved && in.gate_up_lora_b.defined() && in.gate_up_lora_b.sizes[2] > 1) {
+    check(in.gate_up_lora_b.strides[2] == 1, op,
+          ": gate_up_lora_b: expected stride 1 along the rank with interleaved rows, got ",
+          in.gate_up_lora_b.strides[2]);
+  }
+  check_scale(op, "gate_up_lora_scale", o.gate_up_lora_scale);
+  check_scale(op, "down_lora_scale", o.down_lora_scale);
   const Named shared[] = {{"shared_gate", in.shared_gate},
                           {"shared_up", in.shared_up},
                           {"shared_down", in.shared_down},
@@ -99,7 +127,11 @@ void moe_experts_fwd(const MoeExpertsInputs& in, const TensorView& out, const Mo
                  {"shared_gate", in.shared_gate},
                  {"shared_up", in.shared_up},
                  {"shared_down", in.shared_down},
-                 {"shared_router", in.shared_router}});
+                 {"shared_router", in.shared_router},
+                 {"gate_up_lora_a", in.gate_up_lora_a},
+                 {"gate_up_lora_b", in.gate_up_lora_b},
+                 {"down_lora_a", in.down_lora_a},
+                 {"down_lora_b", in.down_lora_b}});
   Scratch scratch;
   const std::int32_t* ids = read_expert_ids(op, {"ids", in.ids}, n.E, options.ids_convention, scratch);
   if (in.x.dtype == DType::kF64) {
@@ -146,6 +178,18 @@ void moe_experts_bwd(const TensorView& dout, const MoeExpertsInputs& in, const M
       check_inner_stride(op, t);
     }
   }
+  const Named low_rank[] = {{"dgate_up_lora_a", out.dgate_up_lora_a},
+                            {"dgate_up_lora_b", out.dgate_up_lora_b},
+                            {"ddown_lora_a", out.ddown_lora_a},
+                            {"ddown_lora_b", out.ddown_lora_b}};
+  const TensorView* of[] = {&in.gate_up_lora_a, &in.gate_up_lora_b, &in.down_lora_a, &in.down_lora_b};
+  for (int i = 0; i < 4; ++i) {
+    const Named& t = low_rank[i];
+    if (t.tensor.defined()) {
+      check(of[i]->defined(), op, ": ", t.name, ": expected none without that input, got a tensor");
+      check_expert_weight(op, t, n.E, of[i]->sizes[1], of[i]->sizes[2], {}, in.x);
+    }
+  }
   check_outputs(op,
                 {{"dx", out.dx},
                  {"dweights", out.dweights},
@@ -154,7 +198,11 @@ void moe_experts_bwd(const TensorView& dout, const MoeExpertsInputs& in, const M
                  shared[0],
                  shared[1],
                  shared[2],
-                 shared[3]},
+                 shared[3],
+                 low_rank[0],
+                 low_rank[1],
+                 low_rank[2],
+                 low_rank[3]},
                 {{"dout", dout},
                  {"x", in.x},
                  {"ids", in.ids},
@@ -164,7 +212,11 @@ void moe_experts_bwd(const TensorView& dout, const MoeExpertsInputs& in, const M
                  {"shared_gate", in.shared_gate},
                  {"shared_up", in.shared_up},
                  {"shared_down", in.shared_down},
-                 {"shared_router", in.shared_router}});
+                 {"shared_router", in.shared_router},
+                 {"gate_up_lora_a", in.gate_up_lora_a},
+                 {"gate_up_lora_b", in.gate_up_lora_b},
+                 {"down_lora_a", in.down_lora_a},
+                 {"down_lora_b", in.down_lora_b}});
   Scratch scratch;
   const std::int32_t* ids = read_expert_ids(op, {"ids", in.ids}, n.E, options.ids_convention, scratch);
   if (in.x.dtype == DType::kF64) {

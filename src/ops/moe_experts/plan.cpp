@@ -28,6 +28,28 @@ void set_places(Set& s, const Routing& r, const std::int32_t* ids, std::int64_t 
   s.a = take<char>(scratch, s.places * s.width() * dtype_bytes(in.x.dtype));
 }
 
+// The shared expert has none: it is made of linear layers, which have their own.
+void set_low_rank(Set& s, const MoeExpertsInputs& in, const MoeExpertsOptions& o, Scratch& scratch) {
+  if (in.gate_up_lora_a.defined()) {
+    const GateUp both = gate_up_of(in.gate_up_lora_b, WeightAxes::kNK, o.interleaved);
+    s.hidden_lora = {in.gate_up_lora_a.sizes[1],
+                     weights_of(in.gate_up_lora_a, WeightAxes::kNK),
+                     {both.gate, both.up},
+                     static_cast<float>(o.gate_up_lora_scale),
+                     nullptr};
+  }
+  if (in.down_lora_a.defined()) {
+    s.down_lora = {in.down_lora_a.sizes[1],
+                   weights_of(in.down_lora_a, WeightAxes::kNK),
+                   {weights_of(in.down_lora_b, WeightAxes::kNK), {}},
+                   static_cast<float>(o.down_lora_scale),
+                   nullptr};
+  }
+  for (LowRank* l : {&s.hidden_lora, &s.down_lora}) {
+    l->u = take<float>(scratch, s.places * l->rank);
+  }
+}
+
 }  // namespace
 
 Plan make_plan(const MoeExpertsInputs& in, const std::int32_t* ids, const MoeExpertsOptions& o, Scratch& scratch) {
@@ -38,11 +60,12 @@ Plan make_plan(const MoeExpertsInputs& in, const std::int32_t* ids, const MoeExp
   p.bytes = dtype_bytes(in.x.dtype);
   p.round_y = o.round_y;
   const std::int64_t k = in.ids.sizes[1];
-  const GateUp both = gate_up_of(in.gate_up, o);
+  const GateUp both = gate_up_of(in.gate_up, o.weight_axes, o.interleaved);
   p.routed.gate = both.gate;
   p.routed.up = both.up;
   p.routed.down = weights_of(in.down, o.weight_axes);
   set_places(p.routed, sort_pairs(ids, p.T * k, in.gate_up.sizes[0], scratch), ids, k, in, scratch);
+  set_low_rank(p.routed, in, o, scratch);
   auto* pair_weights = take<float>(scratch, p.T * k);
   for (std::int64_t i = 0; i < p.T * k; ++i) {
     pair_weights[i] = static_cast<float>(read_element(in.weights, offset_of(in.weights, i / k, i % k)));

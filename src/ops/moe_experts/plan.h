@@ -14,8 +14,18 @@ inline constexpr std::int64_t kCollectColumns = 64;
 // Pairs whose rows are collected at a time: 4 MB of floats.
 inline constexpr std::int64_t kCollectPairs = 16384;
 
+// A low-rank addition to weights. u is what the input rows become on its narrow side, in fp32.
+struct LowRank {
+  std::int64_t rank;  // 0: there is none
+  Weights a;          // [rank, K]
+  Weights b[2];       // [N, rank]: gate and up, or down alone
+  float scale;
+  float* u;  // [places][rank]: scale * a times the row
+};
+
 struct Set {
   Weights gate, up, down;
+  LowRank hidden_lora, down_lora;
   std::int64_t groups, places, slots;  // slots: of a token
   const std::int64_t* offsets;         // [groups + 1] of places
   const std::int32_t* src;             // [places]: the pair; pair / slots is the token
@@ -44,12 +54,12 @@ struct Plan {
 struct GateUp {
   Weights gate, up;
 };
-inline GateUp gate_up_of(const TensorView& t, const MoeExpertsOptions& o) {
-  Weights gate = grouped_matmul::weights_of(t, o.weight_axes);
+inline GateUp gate_up_of(const TensorView& t, WeightAxes axes, bool interleaved) {
+  Weights gate = grouped_matmul::weights_of(t, axes);
   gate.N /= 2;
   Weights up = gate;
-  up.data += (o.interleaved ? gate.row : gate.N * gate.row) * gate.bytes;
-  if (o.interleaved) {
+  up.data += (interleaved ? gate.row : gate.N * gate.row) * gate.bytes;
+  if (interleaved) {
     gate.row *= 2;
     up.row *= 2;
   }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/element.h"
+#include "ops/moe_experts/merged.h"
 
 namespace tidegate::moe_experts {
 namespace {
@@ -140,11 +141,27 @@ struct Sums {
   }
 };
 
+// The weights of a call with their low-rank additions.
+template <class Acc>
+struct Merged {
+  MergedWeight<Acc> gate_up, down;
+  MoeExpertsInputs in;
+  Merged(const MoeExpertsInputs& given, const MoeExpertsOptions& o)
+      : gate_up(given.gate_up, given.gate_up_lora_a, given.gate_up_lora_b, o.gate_up_lora_scale, o.weight_axes),
+        down(given.down, given.down_lora_a, given.down_lora_b, o.down_lora_scale, o.weight_axes),
+        in(given) {
+    in.gate_up = gate_up.weight();
+    in.down = down.weight();
+  }
+};
+
 }  // namespace
 
 template <class Acc>
-void reference_fwd(const MoeExpertsInputs& in, const std::int32_t* ids, const TensorView& out,
+void reference_fwd(const MoeExpertsInputs& given, const std::int32_t* ids, const TensorView& out,
                    const MoeExpertsOptions& o) {
+  const Merged<Acc> merged(given, o);
+  const MoeExpertsInputs& in = merged.in;
   const std::int64_t k = in.ids.sizes[1];
   const std::int64_t H = in.x.sizes[1];
   const DType act = in.x.dtype;
@@ -172,8 +189,13 @@ void reference_fwd(const MoeExpertsInputs& in, const std::int32_t* ids, const Te
 }
 
 template <class Acc>
-void reference_bwd(const TensorView& dout, const MoeExpertsInputs& in, const std::int32_t* ids,
-                   const MoeExpertsGradients& g, const MoeExpertsOptions& o) {
+void reference_bwd(const TensorView& dout, const MoeExpertsInputs& given, const std::int32_t* ids,
+                   const MoeExpertsGradients& wanted, const MoeExpertsOptions& o) {
+  Merged<Acc> merged(given, o);
+  const MoeExpertsInputs& in = merged.in;
+  MoeExpertsGradients g = wanted;
+  g.dgate_up = merged.gate_up.gradient(wanted.dgate_up, wanted.dgate_up_lora_a, wanted.dgate_up_lora_b);
+  g.ddown = merged.down.gradient(wanted.ddown, wanted.ddown_lora_a, wanted.ddown_lora_b);
   const std::int64_t k = in.ids.sizes[1];
   const std::int64_t H = in.x.sizes[1];
   const DType act = in.x.dtype;
@@ -235,6 +257,8 @@ void reference_bwd(const TensorView& dout, const MoeExpertsInputs& in, const std
   for (const Sums<Acc>* sums : {&dgate_up, &ddown, &dsgate, &dsup, &dsdown, &dsrouter}) {
     sums->write();
   }
+  merged.gate_up.finish(wanted.dgate_up, wanted.dgate_up_lora_a, wanted.dgate_up_lora_b);
+  merged.down.finish(wanted.ddown, wanted.ddown_lora_a, wanted.ddown_lora_b);
 }
 
 #define TIDEGATE_INSTANCES(Acc)                                                                     \

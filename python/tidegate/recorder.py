@@ -1,0 +1,107 @@
+"""Which experts a model chose, to choose them again: a trainer must use the experts of the rollout."""
+
+import contextlib
+import hashlib
+from typing import NamedTuple
+
+import torch
+
+from tidegate.errors import ReplayError
+
+
+class Choice(NamedTuple):
+    """The experts of one call of a layer: ids int32 [tokens, slots], and a hash of them."""
+
+    ids: torch.Tensor
+    digest: int
+
+
+def _digest(ids):
+    return int.from_bytes(hashlib.blake2b(ids.numpy().tobytes(), digest_size=8).digest(), "little")
+
+
+class RouterRecorder:
+    """Records and replays the choices of a patched model's routers, one list of choices a layer.
+
+    with recorder.recording(): model(...)      # adds to what there is; clear() begins anew
+    with recorder.replaying(): model(...)      # the same calls again; weights and gradients are the present ones
+
+    Replay raises ReplayError for another shape, changed ids, a missing or a left-over choice.
+    Layers that are computed again during a backward (gradient checkpointing) get the choice of their forward.
+    """
+
+    def __init__(self, model):
+        from tidegate.patch.engine import existing_handle
+        from tidegate.patch.resolve import core
+
+        handle = existing_handle(core(model))
+        sites = [] if handle is None else [site for site in handle.installed if site.op == "router"]
+        if not sites:
+            raise ValueError('RouterRecorder: model: expected routers under tidegate.patch (op "router"), got none')
+        self._sites = sites
+        self._replay = False
+        self.choices = {site.path: [] for site in sites}
+        self._next = dict.fromkeys(self.choices, 0)  # which choice a layer comes to
+
+    def clear(self):
+        """Forgets everything."""
+        self.choices = {path: [] for path in self.choices}
+
+    def state_dict(self):
+        return {path: [choice.ids for choice in list_] for path, list_ in self.choices.items()}
+
+    def load_state_dict(self, state):
+        if state.keys() != self.choices.keys():
+            raise ReplayError(f"RouterRecorder: state: expected layers {list(self.choices)}, got {list(state)}")
+        self.choices = {path: [Choice(ids, _digest(ids)) for ids in list_] for path, list_ in state.items()}
+
+    @contextlib.contextmanager
+    def _attached(self, replay):
+        for site in self._sites:
+            if site.recorder is not None:
+                raise ReplayError(f"RouterRecorder: {site.path}: expected one recorder at a time, got two")
+        self._replay, self._next = replay, dict.fromkeys(self.choices, 0)
+        for site in self._sites:
+            site.recorder = self
+        try:
+            yield self
+        finally:
+            for site in self._sites:
+                site.recorder = None
+
+    def recording(self):
+        """A context in which choices are kept."""
+        return self._attached(False)
+
+    @contextlib.contextmanager
+    def replaying(self):
+        """A context in which the recorded choices are made again, all of them."""
+        with self._attached(True):
+            yield self
+        for path, done in self._next.items():
+            if done != len(self.choices[path]):
+                raise ReplayError(f"{path}: expected {len(self.choices[path])} calls as recorded, got {done}")
+
+    def chosen(self, path, tokens, slots):
+        """For the router: the ids that it must take, or None."""
+        again = torch._C._current_graph_task_id() != -1  # inside a backward
+        if not self._replay and not again:
+            return None
+        list_ = self.choices[path]
+        step = (self._next[path] if self._replay else len(list_)) - again
+        if not 0 <= step < len(list_):
+            raise ReplayError(f"{path}: expected {len(list_)} calls as recorded, got one more")
+        choice = list_[step]
+        if choice.ids.shape != (tokens, slots):
+            got = f"{tokens} tokens and {slots} slots"
+            raise ReplayError(f"{path}, call {step}: expected {list(choice.ids.shape)} as recorded, got {got}")
+        if _digest(choice.ids) != choice.digest:
+            raise ReplayError(f"{path}, call {step}: expected ids as recorded, got changed ones")
+        self._next[path] += self._replay and not again
+        return choice.ids
+
+    def keep(self, path, ids):
+        """For the router: what it has chosen."""
+        if not self._replay and torch._C._current_graph_task_id() == -1:
+            ids = ids.detach().clone()
+            self.choices[path].append(Choice(ids, _digest(ids)))

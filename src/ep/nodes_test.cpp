@@ -1,0 +1,74 @@
+// Several nodes: here they are names, and what carries rows between them is memory that the processes share.
+#include "ep/test_case.h"
+#include "tidegate/ep_nodes.h"
+#include "tidegate/error.h"
+
+namespace tidegate::test {
+namespace {
+
+using ep::NodesBuffer;
+using ep::NodeSums;
+
+void check_nodes(const std::vector<std::string>& nodes, const EpCase& c, NodeSums sums) {
+  run_ranks(c.ranks, [&](SharedBootstrap& wire) {
+    const EpProblem p(c);
+    const int rank = wire.rank();
+    ep::Config config = p.config();
+    config.node_id = nodes[static_cast<std::size_t>(rank)];
+    NodesBuffer buffer(config, wire, sums);
+    EXPECT_EQ(buffer.nodes(), 2);
+    const auto h = buffer.dispatch(p.part_of(p.x, rank), p.part_of(p.ids, rank), p.part_of(p.weights, rank));
+    Tensor rows(c.dtype, {h->inner->rows, c.H}), y(c.dtype, {h->inner->rows, c.H});
+    buffer.expand(*h, rows);
+    apply_experts(rows, y, buffer.first_expert(), h->inner->expert_rows);
+    Tensor out(c.dtype, {h->tokens, c.H});
+    buffer.combine(y, *h, out);
+    const Tensor want = one_process(p);
+    const TensorView mine = p.part_of(want, rank);
+    if (sums == NodeSums::kExact) {
+      EXPECT_TRUE(same_bits(out, mine));
+    } else {
+      const auto got = values(out), wanted = values(mine);
+      for (std::size_t i = 0; i < got.size(); ++i) {  // a rounding for each node instead of one
+        EXPECT_NEAR(got[i], wanted[i], 3.0 * rounding_of(c.dtype) * (2.0 * std::abs(wanted[i]) + 10.0));
+      }
+    }
+    // One row for every token and node that has one of its experts.
+    for (std::size_t r = 0; r < h->sent.size(); ++r) {
+      EXPECT_TRUE(std::is_sorted(h->sent[r].begin(), h->sent[r].end()));
+      EXPECT_EQ(std::adjacent_find(h->sent[r].begin(), h->sent[r].end()), h->sent[r].end());
+    }
+  });
+}
+
+TEST(EpNodes, ExactHasTheBitsOfOneProcess) {
+  check_nodes({"a", "a", "b", "b"}, {4, 10, 4, 24, {9, 0, 3, 5}, EpCase::kHoles, DType::kBF16}, NodeSums::kExact);
+  check_nodes({"a", "b", "a"}, {3, 7, 3, 17, {2, 4, 1}, EpCase::kUniform, DType::kF32}, NodeSums::kExact);
+  check_nodes({"a", "b"}, {2, 1, 2, 8, {3, 3}, EpCase::kOneExpert, DType::kF16}, NodeSums::kExact);
+}
+
+TEST(EpNodes, FastSumsByNode) {
+  check_nodes({"a", "a", "b", "b"}, {4, 10, 4, 24, {9, 0, 3, 5}, EpCase::kHoles, DType::kBF16}, NodeSums::kFast);
+  check_nodes({"a", "b", "a", "b"}, {4, 8, 2, 33, {1, 2, 0, 6}, EpCase::kUniform, DType::kF32}, NodeSums::kFast);
+}
+
+TEST(EpNodes, Errors) {
+  run_ranks(1, [](SharedBootstrap& wire) {
+    const EpProblem p({1, 4, 2, 8, {3}, EpCase::kUniform, DType::kF32});
+    ep::Config config = p.config();
+    config.zero_experts = 1;
+    expect_error([&] { NodesBuffer(config, wire); },
+                 "ep_nodes: special experts: expected none between nodes, got some");
+    config = p.config();
+    config.max_tokens = 2;
+    NodesBuffer small(config, wire);
+    expect_error([&] { small.dispatch(p.x, p.ids); },
+                 "ep_dispatch: x: expected at most 2 tokens (max_tokens of the buffer), got 3");
+    NodesBuffer enough(p.config(), wire);
+    expect_error([&] { enough.dispatch(p.x, typed(p.ids, DType::kF32)); },
+                 "ep_dispatch: ids: expected dtype int32 or int64, got dtype float32");
+  });
+}
+
+}  // namespace
+}  // namespace tidegate::test

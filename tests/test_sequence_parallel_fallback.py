@@ -1,0 +1,24 @@
+"""Sequence parallelism without the native library: the same plan, the operators in plain torch."""
+
+import pytest
+import ranks as harness
+
+pytest.importorskip("transformers")
+
+import test_sequence_parallel  # noqa: E402
+
+import tidegate  # noqa: E402
+
+NAMES = ("exact-heads", "qwen3_5-two-chain-auto-2-41", "qwen3_5-two-scan-auto-2-41", "qwen3_5-two-chain-ring-2-pack")
+
+
+def cases():
+    assert tidegate.isa() == "fallback"
+    return test_sequence_parallel.cases()
+
+
+def test_plain_torch(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIDEGATE_FORCE_FALLBACK", "1")
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    failures = harness.run(cases, NAMES, 2, tmp_path, "spawn")
+    assert not any(failures.values()), failures
