@@ -14,7 +14,7 @@ cmake -S . -B "$build" -G Ninja -DCMAKE_CXX_COMPILER="clang++$suffix" -DCMAKE_BU
   -DTIDEGATE_OPTIMISE=-O1 -DTIDEGATE_BENCH=OFF >/dev/null
 cmake --build "$build" -j "$jobs" --target tidegate_tests tidegate_fuzz tidegate_allocation_test
 rm -rf "$build/profiles" && mkdir -p "$build/profiles"
-export LLVM_PROFILE_FILE="$PWD/$build/profiles/%p.raw"
+export LLVM_PROFILE_FILE="$PWD/$build/profiles/%4m.raw"  # four files that all test processes add to
 ctest --test-dir "$build" -j "$jobs" -E '^(objects|install|simd.*exhaustive)' --output-on-failure | tail -n 3
 "llvm-profdata$suffix" merge -sparse "$build"/profiles/*.raw -o "$build/core.profile"
 # Not part of the core, or not runnable here: tests, timings, the vocabulary of an instruction set that this CPU lacks.

@@ -132,6 +132,8 @@ int run(const Options& o) {
     }
     return 0;
   }
+  const auto start = std::chrono::steady_clock::now();
+  const auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
   Tally tally;
   std::vector<std::string> lines = o.file.empty() ? std::vector<std::string>() : read_lines(o.file);
   lines.insert(lines.end(), o.lines.begin(), o.lines.end());
@@ -145,8 +147,6 @@ int run(const Options& o) {
     }
   }
   const std::vector<Driver> drivers = chosen(o.only);
-  const auto start = std::chrono::steady_clock::now();
-  const auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
   const double seconds = o.seconds > 0.0 ? o.seconds : o.count > 0 || !lines.empty() ? 0.0 : 30.0;
   Random random(static_cast<std::uint64_t>(o.seed));
   const bool draw = seconds > 0.0 || o.count > 0;

@@ -186,7 +186,15 @@ std::string judge(const Line& line, const Problem& p, Tally& tally, std::int64_t
       if (!got[i].defined()) {
         continue;
       }
-      if (const std::string where = far_off(p.out[i], got[i], truth[i]); !where.empty()) {
+      Part part = p.out[i];
+      if (part.sum_of >= 0) {
+        double squares = 0.0;
+        for (const double x : test::values(truth[static_cast<std::size_t>(part.sum_of)])) {
+          squares += x * x;
+        }
+        part.scale = std::max(part.scale, std::sqrt(squares));
+      }
+      if (const std::string where = far_off(part, got[i], truth[i]); !where.empty()) {
         return where;
       }
       tally.add(line.driver() + " " + p.out[i].name, got[i], truth[i], p.out[i]);

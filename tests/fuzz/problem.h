@@ -28,6 +28,7 @@ struct Part {
   double bound = 0.0;
   double scale = 0.0;
   double rms = 0.0;
+  int sum_of = -1;  // number of the output whose elements it sums up: it is then measured against their norm too
 };
 
 struct Problem {

@@ -129,14 +129,15 @@ Problem gdn(const Line& line) {
   p.in.push_back({"dht", line.flag("dht") ? normal(random, DType::kF32, states, {}, 0.3) : Tensor(), Span::kStates});
   const std::int64_t HV = c.HK * c.G;
   constexpr double kBound = 3e-6;
-  p.out = {{"dq", test::like(m.rule.q), Span::kTokens, d, kBound},
-           {"dk", test::like(m.rule.k), Span::kTokens, d, kBound},
-           {"dv", test::like(m.rule.v), Span::kTokens, d, kBound},
-           {"dg", test::like(m.rule.g, DType::kF32), Span::kTokens, d, kBound},
-           {"dbeta", test::like(m.rule.beta, DType::kF32), Span::kTokens, d, kBound},
-           {"dh0", c.initial ? Tensor(DType::kF32, states) : Tensor(), Span::kStates, 0, kBound},
-           {"dA_log", m.A_log.defined() ? Tensor(DType::kF32, {HV}) : Tensor(), Span::kWhole, 0, kBound},
-           {"ddt_bias", m.A_log.defined() ? Tensor(DType::kF32, {HV}) : Tensor(), Span::kWhole, 0, kBound}};
+  p.out = {
+      {"dq", test::like(m.rule.q), Span::kTokens, d, kBound},
+      {"dk", test::like(m.rule.k), Span::kTokens, d, kBound},
+      {"dv", test::like(m.rule.v), Span::kTokens, d, kBound},
+      {"dg", test::like(m.rule.g, DType::kF32), Span::kTokens, d, kBound},
+      {"dbeta", test::like(m.rule.beta, DType::kF32), Span::kTokens, d, kBound},
+      {"dh0", c.initial ? Tensor(DType::kF32, states) : Tensor(), Span::kStates, 0, kBound},
+      {"dA_log", m.A_log.defined() ? Tensor(DType::kF32, {HV}) : Tensor(), Span::kWhole, 0, kBound, 0.0, 0.0, 3},
+      {"ddt_bias", m.A_log.defined() ? Tensor(DType::kF32, {HV}) : Tensor(), Span::kWhole, 0, kBound, 0.0, 0.0, 3}};
   const auto options = options_of<ChunkGatedDeltaRuleOptions>(line);
   p.call = [options](const Views& in, const Views& out, const SeqLens& seq) {
     auto o = options;

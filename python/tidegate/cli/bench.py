@@ -39,7 +39,7 @@ def add_arguments(parser):
 def folder() -> Path:
     """Where the benchmark's programs are: inside an installed package, or beside the source tree's python/."""
     package = Path(__file__).resolve().parent.parent
-    for place in (package / "_bench", package.parent.parent / "bench"):
+    for place in (package / "bench", package.parent.parent / "bench"):
         if (place / "run.py").is_file():
             return place
     raise Failure(
