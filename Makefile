@@ -53,7 +53,7 @@ numbers: install  ## measure on this (quiet) machine, store bench/results, write
 	@cmake --build $(BUILD)-bench --target tidegate_limits
 	@$(PY) -m pip install --quiet matplotlib
 	@$(PY) -m tidegate bench --growth --json $(RESULTS) --plots docs/plots
-	@$(PY) bench/numbers.py --results $(RESULTS)
+	@$(PY) bench/tables.py --results $(RESULTS)
 
 bench-ep: install  ## expert parallelism beside MPI_Alltoallv and Transformers' all_to_all over gloo
 	@./scripts/system_packages.sh openmpi-bin libopenmpi-dev

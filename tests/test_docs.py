@@ -17,7 +17,7 @@ PACKAGE = pathlib.Path(tidegate.__file__).parent
 
 
 def test_tables_show_the_stored_results():
-    done = subprocess.run([sys.executable, ROOT / "bench/numbers.py", "--check"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "bench/tables.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes the table of README.md and docs/numbers.md from a result file of bench/run.py.
 
-    python bench/numbers.py                      # from bench/results/zen3-2-cores.json
-    python bench/numbers.py --check              # exit code 1 if the files do not show what the results say
+    python bench/tables.py                      # from bench/results/zen3-2-cores.json
+    python bench/tables.py --check              # exit code 1 if the files do not show what the results say
 
 Needs no torch: what is shown is what was measured, with its machine and versions.
 """
@@ -141,7 +141,7 @@ def main():
         if not options.check:
             path.write_text(new)
     if options.check and stale:
-        print("README.md or docs/numbers.md do not show bench/results: run  python bench/numbers.py", file=sys.stderr)
+        print("README.md or docs/numbers.md do not show bench/results: run  python bench/tables.py", file=sys.stderr)
         return 1
     return 0
 
