@@ -1,12 +1,10 @@
 // Expert parallelism inside a node: tokens go to the ranks that hold their experts, and the experts' results come back.
 //
-//   auto buffer = ep::Buffer::create({.experts = 256, .slots = 8, .max_tokens = 1024, .row_bytes = 2 * 7168},
-//   bootstrap); const ep::HandlePtr h = buffer->dispatch(x, ids, {.weights = w});          // every rank, also with no
-//   tokens buffer->expand(*h, rows);                                                  // rows [h->rows, H], sorted by
-//   expert
+//   auto buffer = ep::Buffer::create({.experts = 256, .slots = 8, .max_tokens = 1024, .row_bytes = 14336}, bootstrap);
+//   const ep::HandlePtr h = buffer->dispatch(x, ids, {.weights = w});  // every rank, also one without tokens
+//   buffer->expand(*h, rows);                                          // [h->rows, H], sorted by expert
 //   ... y = experts(rows, h->expert_rows) ...
-//   buffer->combine(y, *h, out);                                               // out[t] = sum over k of w y, in order
-//   of k
+//   buffer->combine(y, *h, out);                                       // out[t] = sum over k of w y, in order of k
 //
 // Each rank has a window of shared memory that the others read: nothing is pushed, no counts are exchanged beforehand.
 // Every call is collective: all ranks make the same calls in the same order. A buffer belongs to one thread at a time.
