@@ -18,6 +18,7 @@ from tidegate.parallel import gather_loss_tensors, sequence_parallel  # noqa: E4
 
 WORLD = 4
 LIMIT = 1e-6
+GATE_LIMIT = 2e-5  # of A_log and dt_bias in fp32: the largest seen is 6e-6, on 1000 tokens
 HEADS = {"two": {}, "three": dict(linear_num_key_heads=3, linear_num_value_heads=9, num_attention_heads=3)}
 HEADS["three"]["num_key_value_heads"] = 3  # 2 and 4 do not divide it
 
@@ -70,8 +71,9 @@ def distance(got, want):
 
 def assert_same(got, want, truth):
     """Logits, loss and gradients equal to 1e-6 of their norm. Where a gradient differs by more, fp64 decides: it may be
-    twice as far from it as one process is for the worst parameter of that name; 4 times for A_log and dt_bias, small
-    differences of large sums, which are up to 1e-5 off in one process. `exact_runs` makes no such allowance."""
+    twice as far from it as one process is for the worst parameter of that name. A_log and dt_bias have a few numbers a
+    layer, small rests of sums over all tokens, where the error of one process is a matter of luck: all layers count
+    together, to GATE_LIMIT. `exact_runs` (fp64, 1e-12) is what would see a mistake in them."""
     assert distance(got[0], want[0]) <= LIMIT, distance(got[0], want[0])
     assert abs(float(got[1] - want[1])) <= LIMIT * float(want[1])
     assert got[2].keys() == want[2].keys()
@@ -79,13 +81,19 @@ def assert_same(got, want, truth):
     exact = truth()[2] if wrong else None
     for name, error in wrong.items():
         alike = [other for other in want[2] if other.split(".")[-1] == name.split(".")[-1]]
-        factor = 4 if name.endswith(("A_log", "dt_bias")) else 2
-        limit = factor * max(distance(want[2][other], exact[other]) for other in alike)
-        assert distance(got[2][name], exact[name]) <= limit, (name, error, limit)
+        if name.endswith(("A_log", "dt_bias")):
+            ours, right = (torch.cat([g[other].double() for other in alike]) for g in (got[2], exact))
+            found, limit = distance(ours, right), GATE_LIMIT
+        else:
+            found = distance(got[2][name], exact[name])
+            limit = 2 * max(distance(want[2][other], exact[other]) for other in alike)
+        assert found <= limit, (name, error, found, limit)
 
 
 def equal_runs(family, heads, kind, size, mode, attention, ranks):
     model = build(family, heads)
+    if not hasattr(model.model.layers[0].linear_attn, "conv1d"):  # OLMo Hybrid before Transformers 5.15
+        return refused(lambda: sequence_parallel(model, ranks.groups[size], mode), "in modules of their own")
     with sequence_parallel(model, ranks.groups[size], mode, attention=attention, grad_reduction="sum") as handle:
         got = together(handle, model, batch(kind))
     if ranks.rank == 0:  # the others need not know

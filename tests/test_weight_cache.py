@@ -160,11 +160,14 @@ def test_copies_and_files_hold_no_copies():
     twin = copy.deepcopy(model)
     assert held(twin) == 0
     assert_bits("logits", tiny_models.logits(twin, IDS), want)
+    # Of the experts alone: beside the package kernels, a whole model cannot be written, patched or not.
+    experts = [m for m in model.modules() if isinstance(m.__dict__.get(ATTRIBUTE), WeightCache)]
     file = io.BytesIO()
-    torch.save(model, file)
+    torch.save(experts, file)
     file.seek(0)
-    loaded_model = torch.load(file, weights_only=False)
-    assert all(not isinstance(m.__dict__.get(ATTRIBUTE), WeightCache) for m in loaded_model.modules())
+    loaded = torch.load(file, weights_only=False)
+    assert len(loaded) == len(experts) > 0
+    assert all(not isinstance(m.__dict__.get(ATTRIBUTE), WeightCache) for m in loaded)
 
 
 def test_lora_merged_or_not_is_never_stale():
