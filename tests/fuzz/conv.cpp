@@ -69,26 +69,13 @@ Problem conv(const Line& line) {
   return p;
 }
 
-// Slots of the sequences: a random order of the pool's rows.
-Sizes shuffled(Random& random, std::int64_t slots, std::size_t count) {
-  Sizes all(static_cast<std::size_t>(slots));
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    all[i] = static_cast<std::int64_t>(i);
-  }
-  for (std::size_t i = all.size(); i > 1; --i) {
-    std::swap(all[i - 1], all[static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(i) - 1))]);
-  }
-  all.resize(count);
-  return all;
-}
-
 Problem conv_update(const Line& line) {
   Random random = numbers(line);
   const Sizes lengths = line.lengths();
   const std::int64_t T = line.list("cu").back(), D = line.size("D"), W = line.integer("W", 2, 4);
   const std::int64_t S = std::max(line.integer("S", 1, 16), W - 1), N = static_cast<std::int64_t>(lengths.size());
   const std::int64_t slots = std::max(line.integer("slots", 1, 16), N);
-  const Sizes rows = shuffled(random, slots, lengths.size());
+  const Sizes rows = draw_slots(random, slots, lengths.size());
   const bool silu = line.is("act", "silu");
   Problem p;
   p.seq = SeqLens::from_lengths(lengths);

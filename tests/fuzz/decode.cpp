@@ -11,18 +11,6 @@ namespace {
 
 using test::normal;
 
-// Different slots of a pool in random order, one row of M for every sequence.
-Sizes draw_slots(Random& random, std::int64_t slots, std::size_t count) {
-  Sizes all(static_cast<std::size_t>(slots));
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    all[i] = static_cast<std::int64_t>(i);
-  }
-  for (std::size_t i = all.size(); i > 1; --i) {
-    std::swap(all[i - 1], all[static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(i) - 1))]);
-  }
-  all.resize(count);
-  return all;
-}
 Sizes draw_accepted(Random& random, const Sizes& lengths, std::int64_t M) {
   Sizes accepted;
   for (std::size_t n = 0; n < lengths.size(); ++n) {

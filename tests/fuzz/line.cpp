@@ -165,4 +165,16 @@ std::int64_t draw_width(Random& random, std::int64_t most, std::int64_t least) {
   return width;
 }
 
+Sizes draw_slots(Random& random, std::int64_t slots, std::size_t count) {
+  Sizes all(static_cast<std::size_t>(slots));
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    all[i] = static_cast<std::int64_t>(i);
+  }
+  for (std::size_t i = all.size(); i > 1; --i) {
+    std::swap(all[i - 1], all[static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(i) - 1))]);
+  }
+  all.resize(count);
+  return all;
+}
+
 }  // namespace tidegate::fuzz

@@ -67,5 +67,7 @@ std::string draw_cu(Random& random, std::int64_t most);
 std::string equal_cu(std::int64_t rows, std::int64_t length);
 // A size that is one of a vector's, a neighbour of one, or anything else; at most `most`.
 std::int64_t draw_width(Random& random, std::int64_t most, std::int64_t least = 1);
+// Different slots of a pool in random order, one row of M for every sequence.
+Sizes draw_slots(Random& random, std::int64_t slots, std::size_t count);
 
 }  // namespace tidegate::fuzz
