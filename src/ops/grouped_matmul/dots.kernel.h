@@ -12,6 +12,7 @@ namespace tidegate::TIDEGATE_ISA {
 namespace {
 
 constexpr int64_t kStretch = 256;  // a panel of so many rows stays in the first cache
+constexpr int64_t kEarly = 1024;   // elements of a weight between what is asked for and what is multiplied
 
 // Accumulators, both vectors of every row and one weight fill the register file. With a dot product for pairs nothing
 // is taken apart and a tile can be larger.
@@ -67,70 +68,84 @@ TIDEGATE_INLINE void add_group(Dots<R, C>& t, const bf16* const* x, const bf16* 
 }
 #endif
 
-// out[r][c] = <x_r, w_c>; `ahead`: elements from a weight to the one that is asked for early, 0: none.
+// Weights that are multiplied later, `offset` elements behind these (0: none). The tiles of a column share the asking,
+// a cache line each in turn: one tile alone would wait for memory and leave it idle under the others.
+struct Early {
+  int64_t offset, turn, turns;
+};
+
+// out[r * pitch + c * far] = or += <x_r, w_c> over a stretch of n elements from `begin` on
 template <int R, int C, class X, class W>
-inline void dot_tile(const X* const* x, const W* const* w, int64_t n, int64_t ahead, float* out, int64_t pitch,
-                     bool accumulate) {
-  for (int64_t begin = 0; begin < n || begin == 0; begin += kStretch) {
-    const int64_t end = n - begin < kStretch ? n : begin + kStretch;
-    Dots<R, C> t;
-    for (int r = 0; r < R; ++r) {
+inline void dot_tile(const X* const* x, const W* const* w, int64_t begin, int64_t n, Early early, float* out,
+                     int64_t pitch, int64_t far, bool fresh) {
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(W));
+  const int64_t end = begin + n;
+  int64_t ask = early.offset != 0 ? begin + early.turn * kLine : end;
+  Dots<R, C> t;
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < C; ++c) {
+      t.v[r][c] = zero();
+    }
+  }
+  int64_t i = begin;
+  for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+    if (i >= ask) {
       for (int c = 0; c < C; ++c) {
-        t.v[r][c] = zero();
+        prefetch(w[c] + early.offset + ask);
+      }
+      ask += early.turns * kLine;
+    }
+    add_group(t, x, w, i);
+  }
+  for_lanes(end - i, [&](int64_t k, auto lanes) {
+    for (int c = 0; c < C; ++c) {
+      const F32 column = lanes.get(w[c] + i + k);
+      for (int r = 0; r < R; ++r) {
+        t.v[r][c] = fma(lanes.get(x[r] + i + k), column, t.v[r][c]);
       }
     }
-    int64_t i = begin;
-    for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
-      if (ahead != 0 && i % (64 / static_cast<int64_t>(sizeof(W))) == 0) {  // once in a cache line
-        for (int c = 0; c < C; ++c) {
-          prefetch(w[c] + ahead + i);
-        }
-      }
-      add_group(t, x, w, i);
-    }
-    for_lanes(end - i, [&](int64_t k, auto lanes) {
-      for (int c = 0; c < C; ++c) {
-        const F32 column = lanes.get(w[c] + i + k);
-        for (int r = 0; r < R; ++r) {
-          t.v[r][c] = fma(lanes.get(x[r] + i + k), column, t.v[r][c]);
-        }
-      }
-    });
-    for (int r = 0; r < R; ++r) {
-      for (int c = 0; c < C; ++c) {
-        float& to = out[r * pitch + c];
-        to = begin == 0 && !accumulate ? sum(t.v[r][c]) : to + sum(t.v[r][c]);
-      }
+  });
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < C; ++c) {
+      float& to = out[r * pitch + c * far];
+      to = fresh ? sum(t.v[r][c]) : to + sum(t.v[r][c]);
     }
   }
 }
 
-// A group of columns stays in the first cache while the rows pass by.
+// C columns, `far` apart; a stretch of them stays in the first cache while the rows pass by.
+template <int C, class X, class W>
+inline void dot_columns(const X* const* x, int64_t rows, const W* weight, int64_t step, int64_t far, int64_t n,
+                        float* out, int64_t pitch, bool accumulate) {
+  const W* w[C];
+  for (int c = 0; c < C; ++c) {
+    w[c] = weight + c * far * step;
+  }
+  const int64_t turns = (rows + kDotRows - 1) / kDotRows;
+  for (int64_t begin = 0; begin < n || begin == 0; begin += kStretch) {
+    const int64_t count = n - begin < kStretch ? n - begin : kStretch;
+    const int64_t offset = begin + kEarly < n ? kEarly : kEarly - n + step;
+    for (int64_t r = 0; r < rows; r += kDotRows) {
+      const auto tile = [&](int64_t, auto size) {
+        dot_tile<decltype(size)::value, C>(x + r, w, begin, count, {offset, r / kDotRows, turns}, out + r * pitch,
+                                           pitch, far, begin == 0 && !accumulate);
+      };
+      one_tile<kDotRows>(r, rows - r < kDotRows ? rows - r : kDotRows, tile);
+    }
+  }
+}
+
+// The columns of a tile come from kDotColumns parts of the block: streams that share a page are read from memory at
+// half the rate.
 template <class X, class W>
 void dot_block(const X* const* x, int64_t rows, const W* weight, int64_t step, int64_t columns, int64_t n, float* out,
                int64_t pitch, bool accumulate) {
-  for (int64_t c = 0; c < columns; c += kDotColumns) {
-    const int64_t count = columns - c < kDotColumns ? columns - c : kDotColumns;
-    const W* w[kDotColumns];
-    for (int j = 0; j < count; ++j) {
-      w[j] = weight + (c + j) * step;
-    }
-    for (int64_t r = 0; r < rows;) {
-      const int64_t left = rows - r < kDotRows ? rows - r : kDotRows;
-      const auto tile = [&](int64_t, auto size) {
-        constexpr int kRows = decltype(size)::value;
-        if (count == kDotColumns) {
-          dot_tile<kRows, kDotColumns>(x + r, w, n, r == 0 ? kDotColumns * step : 0, out + r * pitch + c, pitch,
-                                       accumulate);
-          return;
-        }
-        for (int64_t j = 0; j < count; ++j) {
-          dot_tile<kRows, 1>(x + r, w + j, n, 0, out + r * pitch + c + j, pitch, accumulate);
-        }
-      };
-      one_tile<kDotRows>(0, left, tile);
-      r += left;
-    }
+  const int64_t far = columns / kDotColumns;
+  for (int64_t c = 0; c < far; ++c) {
+    dot_columns<kDotColumns>(x, rows, weight + c * step, step, far, n, out + c, pitch, accumulate);
+  }
+  for (int64_t c = far * kDotColumns; c < columns; ++c) {
+    dot_columns<1>(x, rows, weight + c * step, step, 1, n, out + c, pitch, accumulate);
   }
 }
 

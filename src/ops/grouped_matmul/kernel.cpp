@@ -13,8 +13,13 @@ using namespace grouped_matmul;
 // With a dot product for pairs that is always so.
 constexpr int64_t kFewRows = 12;
 
+// Weights whose columns are neighbours are packed so many columns at a time: their rows often lie a multiple of 4096
+// bytes apart, and then the caches cannot keep what is left of a line for the next panel.
+constexpr int64_t kPackColumns = 64;
+constexpr int64_t kPackAhead = 16;  // rows; the hardware does not foresee the next page
+
 constexpr int64_t kWidened = kBlockRows * kStretch;
-constexpr int64_t kRoom = kWidened + kPanel * kStretch;
+constexpr int64_t kRoom = kWidened + kPackColumns * kStretch;
 constexpr int64_t kOuterRoom = kOuterLeft * (kTerms + kOuterRight) + kOuterRight * kTerms;
 
 // Elements [first, first + n) of rows as floats, `pitch` apart, each times its factor if there are factors.
@@ -29,13 +34,23 @@ void widen_rows(const void* const* rows, int type, int64_t count, int64_t first,
   });
 }
 
+// n inner indices of `columns` columns from c on: panels of kPanel columns, kPanel * n apart.
 template <class W>
-void pack_weight(const Block& b, int64_t c, int64_t columns, int64_t first, int64_t n, float* panel) {
-  const W* from = static_cast<const W*>(b.weight) + c * b.weight_column + first * b.weight_inner;
-  if (b.weight_inner != 1) {
-    load_panel(from, b.weight_inner, n, 0, columns, panel);
-    return;
+void pack_rows_of_weight(const Block& b, int64_t c, int64_t columns, int64_t first, int64_t n, float* panels) {
+  const W* from = static_cast<const W*>(b.weight) + c + first * b.weight_inner;
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(W));
+  for (int64_t k = 0; k < n; ++k, from += b.weight_inner) {
+    for (int64_t i = 0; i < columns; i += kLine) {
+      prefetch(from + kPackAhead * b.weight_inner + i);
+    }
+    for (int64_t i = 0; i < columns; i += kPanel) {
+      load_panel(from, 0, 1, i, columns, panels + i * n + k * kPanel);
+    }
   }
+}
+template <class W>
+void pack_columns_of_weight(const Block& b, int64_t c, int64_t columns, int64_t first, int64_t n, float* panel) {
+  const W* from = static_cast<const W*>(b.weight) + c * b.weight_column + first;
   for (int64_t k = 0; k < n; k += kTurnedStep) {
     load_turned_panel(from + k, b.weight_column, columns, n - k < kTurnedStep ? n - k : kTurnedStep,
                       panel + k * kPanel);
@@ -54,17 +69,27 @@ void product(const Block& b) noexcept {
     return;
   }
   float* x = b.room;
-  float* panel = x + kWidened;
+  float* panels = x + kWidened;
+  const int64_t step = b.weight_inner == 1 ? kPanel : kPackColumns;
   for (int64_t first = 0; first < b.inner || first == 0; first += kStretch) {
     const int64_t n = b.inner - first < kStretch ? b.inner - first : kStretch;
     widen_rows(b.rows, b.row_type, b.row_count, first, n, nullptr, x, kStretch);
-    for (int64_t c = 0; c < b.columns; c += kPanel) {
-      const int64_t columns = b.columns - c < kPanel ? b.columns - c : kPanel;
-      with_type(b.weight_type, [&]<class W>(W*) { pack_weight<W>(b, c, columns, first, n, panel); });
-      for_tiles(0, b.row_count, [&](int64_t r, auto size) {
-        chain_tile<decltype(size)::value>(x + r * kStretch, kStretch, panel, n, pairs, first == 0 && !b.accumulate,
-                                          b.out + r * b.pitch + c, b.pitch, columns);
+    for (int64_t c = 0; c < b.columns; c += step) {
+      const int64_t columns = b.columns - c < step ? b.columns - c : step;
+      with_type(b.weight_type, [&]<class W>(W*) {
+        if (b.weight_inner == 1) {
+          pack_columns_of_weight<W>(b, c, columns, first, n, panels);
+        } else {
+          pack_rows_of_weight<W>(b, c, columns, first, n, panels);
+        }
       });
+      for (int64_t i = 0; i < columns; i += kPanel) {
+        for_tiles(0, b.row_count, [&](int64_t r, auto size) {
+          chain_tile<decltype(size)::value>(x + r * kStretch, kStretch, panels + i * n, n, pairs,
+                                            first == 0 && !b.accumulate, b.out + r * b.pitch + c + i, b.pitch,
+                                            columns - i);
+        });
+      }
     }
   }
 }

@@ -10,8 +10,8 @@ namespace tidegate::moe_experts {
 using grouped_matmul::Weights;
 
 // Columns of a task that collects the results of many experts: a row of floats for every pair stays small.
-inline constexpr std::int64_t kCollectColumns = 64;
-// Pairs whose rows are collected at a time: 4 MB of floats.
+inline constexpr std::int64_t kCollectColumns = 128;
+// Pairs whose rows are collected at a time: 8 MB of floats.
 inline constexpr std::int64_t kCollectPairs = 16384;
 
 // A low-rank addition to weights. u is what the input rows become on its narrow side, in fp32.
