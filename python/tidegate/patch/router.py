@@ -23,11 +23,17 @@ class RouterSite(ForwardSite):
     recorder = None  # a RouterRecorder while it records or replays
 
 
+def _logits(site, rows, weight):
+    """What is routed by. Probabilities are those of fp32 logits, in a model of fp64 too."""
+    logits = linear(rows, weight)
+    return logits.float() if site.probabilities and logits.dtype == torch.float64 else logits
+
+
 def forward(self, hidden_states):
     site = self._tidegate.sites[OP]
     if hidden_states.dtype != self.weight.dtype or is_sharded(self.weight):
         return call_original(self, OP, hidden_states)  # autocast and sharding know what to do
-    logits = linear(hidden_states.reshape(-1, self.weight.shape[1]), self.weight)
+    logits = _logits(site, hidden_states.reshape(-1, self.weight.shape[1]), self.weight)
     recorder = site.recorder
     ids, weights, *probabilities = moe_route(
         logits,
@@ -73,7 +79,7 @@ def _test(site):
         module, x = site.module, _rows(site.module)
         with torch.no_grad():
             theirs = type(module).forward(module, x)
-            logits = linear(x, module.weight)
+            logits = _logits(site, x, module.weight)
             options = dict(
                 renormalise=getattr(module, "norm_topk_prob", True),
                 weights_dtype=torch.float32 if site.probabilities else None,
