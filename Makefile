@@ -83,7 +83,7 @@ tsan: | system  ## C++ tests under ThreadSanitizer
 	@./scripts/sanitize.sh $(BUILD)-tsan thread $(JOBS)
 
 coverage: | system  ## lines and branches of the C++ core that its tests run (needs clang)
-	@./scripts/coverage.sh $(BUILD)-coverage $(JOBS)
+	@./scripts/coverage.sh $(BUILD) $(BUILD)-coverage $(JOBS)
 
 lint: $(VENV)/.ready  ## clang-format, clang-tidy, ruff
 	@./scripts/lint.sh $(PY) $(BUILD)-lint
