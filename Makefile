@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch
 BUILD ?= build
 JOBS ?= $(shell nproc)
+PEERS ?= .venv-peers
 # What users of the patch layer have; `make test` without them skips the tests that build models.
 MODELS ?= transformers[kernels] peft accelerate safetensors
 RESULTS ?= bench/results/zen3-2-cores.json
@@ -51,12 +52,12 @@ bench: install  ## Tidegate and the peers installed in $(VENV), side by side
 	@cmake --build $(BUILD)-bench --target tidegate_limits
 	@$(PY) bench/run.py --limits $(BUILD)-bench/bench/tidegate_limits
 
-numbers: install  ## measure on this (quiet) machine, store bench/results, write the tables of README and docs/numbers.md
-	@cmake -S . -B $(BUILD)-bench -G Ninja -DTIDEGATE_TESTS=OFF > /dev/null
-	@cmake --build $(BUILD)-bench --target tidegate_limits
-	@$(PY) -m pip install --quiet matplotlib
-	@$(PY) -m tidegate bench --growth --json $(RESULTS) --plots docs/plots
-	@$(PY) bench/tables.py --results $(RESULTS)
+numbers: | system  ## measure beside all peers on this (quiet) machine, about 20 minutes; store bench/results, write README's and docs' tables
+	@./bench/peers.sh $(PEERS) --setup
+	@$(PEERS)/bin/python -m pip install --quiet matplotlib
+	@$(PEERS)/bin/python -m tidegate bench --limits $(PEERS)/limits/bench/tidegate_limits --conditions 'memory kept' --reps 5 \
+	  --growth --json $(RESULTS) --plots docs/plots
+	@$(PEERS)/bin/python bench/tables.py --results $(RESULTS)
 
 bench-ep: install  ## expert parallelism beside MPI_Alltoallv and Transformers' all_to_all over gloo
 	@./scripts/system_packages.sh openmpi-bin libopenmpi-dev
@@ -65,7 +66,7 @@ bench-ep: install  ## expert parallelism beside MPI_Alltoallv and Transformers' 
 	@$(PY) bench/ep/run.py --program $(BUILD)-bench/bench/tidegate_ep_bench
 
 bench-peers: | system  ## the same with every pip-installable peer, in an environment of its own
-	@./bench/peers.sh .venv-peers
+	@./bench/peers.sh $(PEERS)
 
 test-matrix: | system  ## one build in torch 2.10, 2.12 and the newest; models in releases of Transformers, with and without FLA
 	@./scripts/test_matrix.sh $(PYTHON) 2.10.0 2.12.1 newest
@@ -85,7 +86,7 @@ tsan: | system  ## C++ tests under ThreadSanitizer
 	@./scripts/sanitize.sh $(BUILD)-tsan thread $(JOBS)
 
 coverage: | system  ## lines and branches of the C++ core that its tests run (needs clang)
-	@./scripts/coverage.sh $(BUILD)-coverage $(JOBS)
+	@./scripts/coverage.sh $(BUILD) $(BUILD)-coverage $(JOBS)
 
 lint: $(VENV)/.ready  ## clang-format, clang-tidy, ruff
 	@./scripts/lint.sh $(PY) $(BUILD)-lint

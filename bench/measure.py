@@ -13,6 +13,7 @@ import machine
 import reference
 
 SLOW = 2.0  # seconds; calls longer than this are their own sample and repeat less often
+ENDLESS = 10.0  # seconds; after a first call longer than this there is no more warming up, and one repetition
 SUM_BYTES = 256 << 20  # read probe: beyond every cache
 WRONG = 0.5  # relative error from which a result is none
 READ_BYTES = 1 << 30  # over which the parts begin that a probe of given size reads in turn
@@ -40,18 +41,22 @@ def _warm_up(calls, seconds):
     return count, each
 
 
-def interleave(rows: dict[str, list], seconds: float, reps: int) -> dict:
-    """rows: name -> one callable per input set. A repetition runs every row once, in the same order; a ratio is the
-    median over the repetitions that both rows ran in. Disturbed repetitions are done again, at most `reps` of them, and
-    count only when there are too few quiet ones. Rows slower than SLOW seconds a call stop after three repetitions."""
-    warm = {name: _warm_up(calls, seconds) for name, calls in rows.items()}
+def interleave(rows: dict[str, list], seconds: float, reps: int, first: dict[str, float]) -> dict:
+    """rows: name -> one callable per input set; first: how long the first call of some took. A repetition runs every
+    row once, in the same order; a ratio is the median over the repetitions that both rows ran in. Disturbed repetitions
+    are done again, at most `reps` of them, and count only when there are too few quiet ones. Rows slower than SLOW
+    seconds a call stop after three repetitions, those slower than ENDLESS after one, quiet or not."""
+    endless = {name for name in rows if first.get(name, 0.0) > ENDLESS}
+    warm = {n: (1, first[n]) if n in endless else _warm_up(calls, seconds) for n, calls in rows.items()}
     wanted = {name: min(reps, 3) if each > SLOW else reps for name, (_, each) in warm.items()}
     quiet, noisy, loads = [], [], []
     gc.collect()
     gc.disable()
     for r in range(2 * reps):
         load = machine.Load()
-        sample = {n: _sample(rows[n], warm[n][0], r) for n in rows if len(quiet) < wanted[n]}
+        sample = {
+            n: _sample(rows[n], warm[n][0], r) for n in rows if (r == 0 if n in endless else len(quiet) < wanted[n])
+        }
         loads.append(load.cores())
         (quiet if loads[-1] <= machine.DISTURBED else noisy).append(sample)
         if len(quiet) == reps:
@@ -61,8 +66,11 @@ def interleave(rows: dict[str, list], seconds: float, reps: int) -> dict:
     kept = quiet + noisy if disturbed else quiet
 
     def median(n, m=None):
-        values = [s[n] / s[m] if m else s[n] for s in kept if n in s and (m is None or m in s)]
-        return statistics.median(values)
+        # The only repetition of an endless row may have been a noisy one, and two such rows need not share one.
+        for samples in (kept, quiet + noisy):
+            if values := [s[n] / s[m] if m else s[n] for s in samples if n in s and (m is None or m in s)]:
+                return statistics.median(values)
+        return median(n) / median(m)
 
     return {
         "seconds": {n: median(n) for n in rows},
@@ -92,7 +100,7 @@ def measure(item, names, options, begin) -> dict:
     """Everything about one item. names: engines that loaded. begin(row) is told what runs next, in case it crashes."""
     sets = [items.inputs(item, i) for i in range(item.sets)]
     want = reference.truth(item, sets[0]) if options["errors"] else {}
-    rows, facts, absent = {}, {}, {}
+    rows, facts, absent, first = {}, {}, {}, {}
     for engine in names:
         try:
             builders = engines.entries(engine, item.kind)
@@ -106,7 +114,11 @@ def measure(item, names, options, begin) -> dict:
             begin(f"{item.name}:{row}")
             try:
                 runs = [build(item, x) for x in sets]
-                errors = reference.errors(runs[0].outputs(runs[0].call()), want)
+                start = time.perf_counter()
+                found = runs[0].call()
+                first[row] = time.perf_counter() - start
+                errors = reference.errors(runs[0].outputs(found), want)
+                del found
                 if wrong := [n for n, e in errors.items() if not e["rel"] <= WRONG]:
                     raise engines.Absent(
                         f"wrong result on this CPU: {wrong[0]} is off by {errors[wrong[0]]['rel']:.2g}"
@@ -123,7 +135,8 @@ def measure(item, names, options, begin) -> dict:
     result = {"absent": absent, "rows": facts, "probes": list(extra), "bytes": amount}
     if rows:
         begin(f"{item.name}:*")
-        result["times"] = interleave(rows | extra, options["seconds"], options["reps"]) | {"sum_bytes": SUM_BYTES}
+        result["times"] = interleave(rows | extra, options["seconds"], options["reps"], first)
+        result["times"]["sum_bytes"] = SUM_BYTES
     return result
 
 

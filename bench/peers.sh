@@ -2,6 +2,7 @@
 # Makes a virtual environment with torch, the peers and Tidegate, and runs the side-by-side benchmark in it.
 #
 #   bench/peers.sh [venv] [torch version] [arguments of bench/run.py, starting with --]
+#   bench/peers.sh [venv] [torch version] --setup       makes the environment and runs nothing
 #
 # TIDEGATE_WHEEL names a wheel to install instead of this repository. Packages come from wherever pip is configured to
 # look. The peers are installed once: delete the folder to install them anew. Tidegate is installed at every call.
@@ -39,6 +40,7 @@ if command -v cmake >/dev/null; then
     echo "tidegate_limits: not built, see $venv/limits.log" >&2
   fi
 fi
+[ "${1:-}" != --setup ] || exit 0
 if [ -x "$limits" ]; then
   exec "$venv/bin/python" "$bench/run.py" --limits "$limits" "$@"
 fi

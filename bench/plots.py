@@ -17,7 +17,7 @@ def ratios(document):
     for name, result in document["conditions"][_condition(document)]["items"].items():
         times = result.get("times")
         if times and "tidegate" in times["seconds"]:
-            rows = {n: times["ratios"][n]["tidegate"] for n in result["rows"] if n != "tidegate"}
+            rows = {n: times["ratios"][n]["tidegate"] for n in result["rows"] if not n.startswith("tidegate")}
             if rows:
                 found[name] = rows
     return found
@@ -32,7 +32,7 @@ def points(document):
             seconds = times["seconds"]["tidegate"]
             # An item that is bound by memory has about one operation a byte; it stands on the slope of the roof.
             flop = item.flop or item.bytes
-            moved = item.bytes or _bytes_of_rule(item)
+            moved = item.bytes or (_bytes_of_experts(item) if "E" in item.sizes else _bytes_of_rule(item))
             found.append((name, flop / moved, flop / seconds / 1e9))
     return found
 
@@ -42,6 +42,13 @@ def _bytes_of_rule(item):
     tokens = sum(item.lengths)
     once = 2 * tokens * (2 * item.sizes["HK"] * items.K + 2 * item.sizes["HV"] * items.V)
     return once * (3 if item.kind == "train" else 1)
+
+
+def _bytes_of_experts(item):
+    """Weights of the experts that tokens hit, tokens and results, 2 bytes each; a backward writes gradients of all."""
+    E, T = item.sizes["E"], item.sizes["T"]
+    once = min(E, T * items.SLOTS) * items.EXPERT + 4 * T * items.H
+    return once * (3 if item.kind == "experts_bwd" else 1)
 
 
 def _bars(pyplot, document, folder):

@@ -37,6 +37,12 @@ NAMES = {
 }
 
 
+def name_of(engine):
+    """transformers/grouped_mm -> Transformers grouped_mm"""
+    head, _, variant = engine.partition("/")
+    return " ".join([NAMES.get(head, head), variant]).strip()
+
+
 def time_of(seconds):
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * scale >= 1 or unit == "us":
@@ -78,8 +84,9 @@ def rows(document, labels):
         seconds = result["times"]["seconds"]
         ours, theirs = number(error_of(document, item, "tidegate")), number(error_of(document, item, engine))
         error = f"{ours} ({theirs})" if ours and theirs else ours
-        peer = f"{NAMES.get(engine, engine)} {time_of(seconds[engine])}"
-        lines.append([what, shape, time_of(seconds["tidegate"]), peer, f"{ratio:.1f}x", error])
+        peer = f"{name_of(engine)} {time_of(seconds[engine])}"
+        disturbed = " (disturbed)" if result["times"]["disturbed"] else ""
+        lines.append([what, shape, time_of(seconds["tidegate"]) + disturbed, peer, f"{ratio:.1f}x", error])
     return lines
 
 
@@ -88,8 +95,11 @@ def grid(header, body):
 
 
 def machine(document):
-    m, versions = document["machine"], document["versions"]
-    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version != "not installed")
+    m, versions = document["machine"], dict(document["versions"])
+    for engine in next(iter(document["conditions"].values()))["engines"].values():
+        versions |= {name: version for name, version in engine["versions"].items() if engine["status"] == "ok"}
+    hidden = ("python", "numpy", "tidegate")
+    packages = ", ".join(f"{n} {v}" for n, v in versions.items() if n not in hidden and v != "not installed")
     threads, day = document["options"]["threads"], document["date"][:10]
     return f"{m['cpu']}, {m['cores']} cores, {threads} threads, bf16; {packages}; {day}"
 
@@ -105,13 +115,54 @@ def numbers_page(document):
         if "tidegate" not in result.get("times", {}).get("seconds", {}):
             continue
         seconds = result["times"]["seconds"]
-        others = ", ".join(f"{NAMES.get(n, n)} {r:.2f}x" for n, r in peers(result))
+        others = ", ".join(f"{name_of(n)} {r:.2f}x" for n, r in peers(result))
         disturbed = " (disturbed, do not quote)" if result["times"]["disturbed"] else ""
         error = number(error_of(document, item, "tidegate"))
         body.append([item, time_of(seconds["tidegate"]) + disturbed, others, error])
     note = f"\n\n{document['note'][0].upper()}{document['note'][1:]}." if "note" in document else ""
     table = grid(["item", "Tidegate", "time of others over Tidegate's", "error"], body)
     return f"{machine(document)}.{note}\n\n{table}"
+
+
+def more(document):
+    """Figures that several measurements make: growth with tokens, the share of memory's speed, one call a layer."""
+    found = condition(document)
+    body = []
+
+    def ratio(item, engine):
+        return found.get(item, {}).get("times", {}).get("ratios", {}).get(engine, {}).get("tidegate")
+
+    if "growth" in document:
+        forward, both = (document["growth"]["milliseconds"][n] for n in ("forward", "forward + backward"))
+        a, b = forward[0], forward[-1]
+        each = f"{1e3 * a[1] / a[0]:.0f} us at {a[0]} tokens, {1e3 * b[1] / b[0]:.0f} us at {b[0]}"
+        body.append(["delta rule: time a token", each, "`python bench/growth.py`"])
+        times = f"{both[-1][1] / b[1]:.1f} at {b[0]} tokens"
+        body.append(["forward + backward over forward alone", times, "`python bench/growth.py`"])
+    limits = document["limits"]
+    best = [
+        r for r in limits.get("runs", []) if (r["isa"], r["threads"]) == (limits["isa"], document["options"]["threads"])
+    ]
+    seconds = found.get("D1_B64", {}).get("times", {}).get("seconds", {}).get("tidegate")
+    if best and seconds:
+        share = found["D1_B64"]["bytes"] / seconds / 1e9 / best[-1]["dram_rmw_gbs"]
+        body.append(
+            ["decode of 64 sequences: share of a plain read-modify-write", f"{share:.0%}", "`python bench/decode.py`"]
+        )
+    for item, sequences in (("L1_B1", "1 sequence"), ("L1_B16", "16 sequences")):
+        if separate := ratio(item, "tidegate/separate"):
+            what = f"a layer's four operators over its step in one call, {sequences}"
+            body.append([what, f"{separate:.1f}x", "`python bench/decode.py`"])
+    for item in ("M_E256_T1", "M_E256_T2048"):
+        if quantised := ratio(item, "tidegate/int8"):
+            body.append(
+                [
+                    f"int8 experts over bf16 ({item})",
+                    f"{quantised:.2f}x the time",
+                    f"`python bench/run.py --items {item}`",
+                ]
+            )
+    return grid(["what", "figure", "one figure alone"], body) if body else "Not in this result file: `make numbers`."
 
 
 def replaced(text, name, content):
@@ -134,6 +185,7 @@ def main():
     for path, name, content in (
         (ROOT / "README.md", "numbers", readme_table(document)),
         (ROOT / "docs/numbers.md", "results", numbers_page(document)),
+        (ROOT / "docs/numbers.md", "more", more(document)),
     ):
         text = path.read_text()
         new = replaced(text, name, content)

@@ -51,6 +51,19 @@ Problem decode(const Line& line) {
   const Sizes state = v_first ? Sizes{slots, c.HK * c.G, c.V, c.K} : Sizes{slots, c.HK * c.G, c.K, c.V};
   p.out = {{"o", test::like(r.v), Span::kTokens, 0, 1e-6},
            {"pool", normal(random, DType::kF32, state), Span::kWhole, 0, 1e-6}};
+  if (line.is("form", "chunk")) {
+    if (M > 0) {
+      throw LineError("decode: form: expected recurrent where spec is not 0, got chunk");
+    }
+    p.call = [where, v_first](const Views& in, const Views& out, const SeqLens& seq) {
+      ChunkGatedDeltaRuleOptions o;
+      o.layout = Layout::kTND;
+      o.state_indices = where;
+      o.state_v_first = v_first;
+      chunk_gated_delta_rule_pool(in[0], in[1], in[2], in[3], in[4], out[1], out[0], seq, o);
+    };
+    return p;
+  }
   p.call = [where, accepted, M, v_first](const Views& in, const Views& out, const SeqLens& seq) {
     RecurrentGatedDeltaRuleOptions o;
     o.state_indices = where;
@@ -150,10 +163,12 @@ std::vector<Driver> decode_drivers() {
         {"V", "32"},
         {"spec", "0"},
         {"spare", "1"},
-        {"v_first", "0"}},
+        {"v_first", "0"},
+        {"form", "recurrent", "recurrent|chunk"}},
        [](Random& random, Line& line) {
          draw_heads(random, line);
          line.set("spare", random.integer(0, 2));
+         line.set("form", line.is("spec", "0") ? pick_text(random, {"recurrent", "chunk"}) : "recurrent");
        },
        decode},
       {"layer",

@@ -7,8 +7,9 @@ namespace tidegate::fuzz {
 const std::vector<Driver>& all_drivers() {
   static const std::vector<Driver> all = [] {
     std::vector<Driver> list;
-    for (const auto& group : {row_drivers(), conv_drivers(), rule_drivers(), stage_drivers(), decode_drivers(),
-                              moe_drivers(), quant_drivers(), error_drivers()}) {
+    for (const auto& group :
+         {row_drivers(), rope_drivers(), conv_drivers(), rule_drivers(), stage_drivers(), decode_drivers(),
+          routing_drivers(), moe_drivers(), quant_drivers(), ep_drivers(), error_drivers()}) {
       list.insert(list.end(), group.begin(), group.end());
     }
     return list;

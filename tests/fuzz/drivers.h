@@ -19,9 +19,12 @@ struct Driver {
 
 std::vector<Driver> conv_drivers();
 std::vector<Driver> decode_drivers();
+std::vector<Driver> ep_drivers();
 std::vector<Driver> error_drivers();
 std::vector<Driver> moe_drivers();
 std::vector<Driver> quant_drivers();
+std::vector<Driver> rope_drivers();
+std::vector<Driver> routing_drivers();
 std::vector<Driver> row_drivers();
 std::vector<Driver> rule_drivers();
 std::vector<Driver> stage_drivers();
@@ -38,5 +41,8 @@ const Driver& driver_of(const Line& line);
 inline Random numbers(const Line& line) {
   return Random(static_cast<std::uint64_t>(line.integer("seed", 0, std::int64_t{1} << 40)));
 }
+
+// Expert ids int32 [T,k]: ids= random, one (all pairs to one expert) or none (nothing is routed).
+Tensor draw_ids(Random& random, const Line& line, std::int64_t T, std::int64_t k, std::int64_t E);
 
 }  // namespace tidegate::fuzz

@@ -34,34 +34,77 @@ Problem quant(const Line& line) {
   return p;
 }
 
-Problem gmm_quant(const Line& line) {
-  Random random = numbers(line);
-  const Sizes counts = line.list("rows");
-  const std::int64_t G = static_cast<std::int64_t>(counts.size()), N = line.size("N"), K = line.size("K");
+struct Product {
   std::vector<std::int64_t> offsets = {0};
+  WeightAxes axes;
+  std::vector<Part> in;
+};
+Product make_product(Random& random, const Line& line, std::int64_t N) {
+  const Sizes counts = line.list("rows");
+  const std::int64_t G = static_cast<std::int64_t>(counts.size()), K = line.size("K");
+  Product p;
+  p.axes = line.is("w", "nk") ? WeightAxes::kNK : WeightAxes::kKN;
   Tensor groups(DType::kI64, {G});
   for (std::size_t g = 0; g < counts.size(); ++g) {
     groups.set(static_cast<std::int64_t>(g), static_cast<double>(counts[g]));
-    offsets.push_back(offsets.back() + counts[g]);
+    p.offsets.push_back(p.offsets.back() + counts[g]);
   }
-  const std::int64_t M = offsets.back() + line.integer("tail", 0, 8);
-  const WeightAxes axes = line.is("w", "nk") ? WeightAxes::kNK : WeightAxes::kKN;
-  Problem p;
+  const std::int64_t M = p.offsets.back() + line.integer("tail", 0, 8);
   p.in = {{"x", bytes(random, {M, K}, test::padded())},
           {"x_scale", uniform(random, DType::kF32, {M}, 1e-3, 2e-2)},
-          {"weight", bytes(random, axes == WeightAxes::kNK ? Sizes{G, N, K} : Sizes{G, K, N},
+          {"weight", bytes(random, p.axes == WeightAxes::kNK ? Sizes{G, N, K} : Sizes{G, K, N},
                            test::padded(line.integer("gap", 0, 8)))},
           {"weight_scale", uniform(random, DType::kF32, {G, N}, 1e-3, 1e-2)},
           {"groups", groups}};
+  return p;
+}
+
+Problem gmm_quant(const Line& line) {
+  Random random = numbers(line);
+  const std::int64_t N = line.size("N");
+  const auto [offsets, axes, in] = make_product(random, line, N);
+  const std::int64_t M = in[0].tensor.view().sizes[0];
+  Problem p;
+  p.in = in;
   p.out = {{"y", Tensor(DType::kF32, {M, N}, line.form())}};
-  p.call = [axes](const Views& in, const Views& out, const SeqLens&) {
+  p.call = [axes = axes](const Views& in, const Views& out, const SeqLens&) {
     grouped_matmul_quant({in[0], in[1], in[2], in[3], in[4]}, out[0], {axes, GroupList::kCounts});
   };
-  p.exact = [axes, offsets, N](const Views& in, const Views& out, const SeqLens&) {
+  p.exact = [axes = axes, offsets = offsets, N](const Views& in, const Views& out, const SeqLens&) {
     std::vector<float> y(static_cast<std::size_t>(out[0].numel()));
     quant_products::reference_product({in[0], in[1], in[2], in[3], in[4]}, offsets.data(), axes, y.data());
     for (std::int64_t i = 0; i < offsets.back() * N; ++i) {
       out[0].as<float>()[test::offset_at(out[0], i)] = y[static_cast<std::size_t>(i)];
+    }
+  };
+  return p;
+}
+
+// The activation is an fp32 approximation: what it gives is quantised to the same integer, or at a tie to the next one.
+Problem swiglu_quant(const Line& line) {
+  Random random = numbers(line);
+  const std::int64_t I = line.size("I");
+  const auto [offsets, axes, in] = make_product(random, line, 2 * I);
+  const std::int64_t M = in[0].tensor.view().sizes[0], G = static_cast<std::int64_t>(offsets.size()) - 1;
+  Problem p;
+  p.in = in;
+  p.in.push_back({"smooth", line.flag("smooth") ? uniform(random, DType::kF32, {G, I}, 0.5, 2.0) : Tensor()});
+  constexpr double kStep = 1.01 / (10.0 * 127.0);  // ten bounds of the largest q are one step
+  p.out = {{"q", Tensor(DType::kI8, {M, I}), Span::kWhole, 0, kStep, 127.0, 1e-3},
+           {"q_scale", Tensor(DType::kF32, {M}), Span::kWhole, 0, 1e-6}};
+  p.call = [axes = axes](const Views& in, const Views& out, const SeqLens&) {
+    grouped_matmul_swiglu_quant({in[0], in[1], in[2], in[3], in[4]}, in[5], out[0], out[1], {axes, GroupList::kCounts});
+  };
+  p.truth = [axes = axes, offsets = offsets, I](const Views& in, const Views& out, const SeqLens&) {
+    const auto narrow = [](const TensorView& t) {
+      return t.defined() ? test::converted(test::copied(t), DType::kF32) : Tensor();
+    };
+    const Tensor x_scale = narrow(in[1]), weight_scale = narrow(in[3]), smooth = narrow(in[5]);
+    std::vector<float> s(static_cast<std::size_t>(out[0].numel()));
+    quant_products::reference_swiglu({in[0], x_scale, in[2], weight_scale, in[4]}, offsets.data(), axes, smooth,
+                                     s.data());
+    for (std::int64_t j = 0; j < offsets.back(); ++j) {
+      out[1].as<double>()[j] = quantize_int8::reference_row(s.data() + j * I, I, out[0].as<std::int8_t>() + j * I);
     }
   };
   return p;
@@ -104,6 +147,26 @@ Problem experts_quant(const Line& line) {
   return p;
 }
 
+std::vector<Key> product_keys(const char* width) {
+  std::vector<Key> keys = {{"rows", "3,0,5"}, {"tail", "1"},        {width, "32"},
+                           {"K", "64"},       {"w", "nk", "nk|kn"}, {"gap", "0"}};
+  if (std::string(width) == "I") {
+    keys.push_back({"smooth", "0"});
+  }
+  return keys;
+}
+void draw_product(Random& random, Line& line) {
+  std::string rows;
+  for (std::int64_t g = random.integer(1, 5); g > 0; --g) {
+    rows += (rows.empty() ? "" : ",") + std::to_string(pick<std::int64_t>(random, {0, 1, 2, 5, 9, 13}));
+  }
+  line.set("rows", rows);
+  line.set("tail", pick<std::int64_t>(random, {0, 2}));
+  line.set("K", draw_width(random, 600));
+  line.set("w", pick_text(random, {"nk", "kn"}));
+  line.set("gap", pick<std::int64_t>(random, {0, 1, 3}));
+}
+
 }  // namespace
 
 std::vector<Driver> quant_drivers() {
@@ -119,22 +182,19 @@ std::vector<Driver> quant_drivers() {
          line.set("turned", random.integer(0, 1));
        },
        quant},
-      {"gmm_quant",
-       "int8 products, exact",
-       {{"rows", "3,0,5"}, {"tail", "1"}, {"N", "32"}, {"K", "64"}, {"w", "nk", "nk|kn"}, {"gap", "0"}},
+      {"gmm_quant", "int8 products, exact", product_keys("N"),
        [](Random& random, Line& line) {
-         std::string rows;
-         for (std::int64_t g = random.integer(1, 5); g > 0; --g) {
-           rows += (rows.empty() ? "" : ",") + std::to_string(pick<std::int64_t>(random, {0, 1, 2, 5, 9, 13}));
-         }
-         line.set("rows", rows);
-         line.set("tail", pick<std::int64_t>(random, {0, 2}));
+         draw_product(random, line);
          line.set("N", draw_width(random, 64));
-         line.set("K", draw_width(random, 600));
-         line.set("w", pick_text(random, {"nk", "kn"}));
-         line.set("gap", pick<std::int64_t>(random, {0, 1, 3}));
        },
        gmm_quant},
+      {"swiglu_quant", "int8 products, silu(gate) * up of them, quantised again", product_keys("I"),
+       [](Random& random, Line& line) {
+         draw_product(random, line);
+         line.set("I", draw_width(random, 64));
+         line.set("smooth", random.integer(0, 1));
+       },
+       swiglu_quant},
       {"moe_quant",
        "int8 experts",
        {{"T", "9"}, {"H", "64"}, {"I", "32"}, {"E", "4"}, {"k", "2"}},

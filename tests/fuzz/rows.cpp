@@ -1,11 +1,10 @@
-// Row norms, gates and rotations.
+// Row norms and gates.
 #include <algorithm>
 #include <cmath>
 
 #include "fuzz/drivers.h"
 #include "tidegate/gating.h"
 #include "tidegate/norm.h"
-#include "tidegate/rope.h"
 
 namespace tidegate::fuzz {
 namespace {
@@ -166,32 +165,6 @@ Problem gating(const Line& line) {
   return p;
 }
 
-Problem rope(const Line& line) {
-  Random random = numbers(line);
-  const Layout layout = line.layout();
-  const std::int64_t B = line.size("B"), T = line.size("T", 0), H = line.size("H"), D = line.size("D", 2);
-  const std::int64_t R = line.integer("R", 0, D) / 2 * 2;
-  Sizes sizes = is_head_major(layout) ? Sizes{H, T, D} : Sizes{T, H, D};
-  sizes.insert(sizes.begin(), has_batch(layout) ? 1 : 0, B);
-  const bool tables_of_rows = has_batch(layout) && line.flag("tables");
-  const Sizes table = tables_of_rows ? Sizes{B, T, R} : Sizes{T, R};
-  PartialRopeOptions options{layout, line.is("round", "hf") ? Rounding::kHf : Rounding::kFp32};
-  const Tensor cos = uniform(random, line.dtype("w"), table, -1.0, 1.0);
-  const Tensor sin = uniform(random, line.dtype("w"), table, -1.0, 1.0);
-  const Tensor x = normal(random, line.dtype(), sizes, line.form());
-  const bool hf = options.rounding == Rounding::kHf && line.dtype() != DType::kF32;
-  const double bound = hf ? test::stored(line.dtype(), 0.0) : 2e-7;
-  Problem p;
-  p.in = {{"x", x}, {"cos", cos}, {"sin", sin}};
-  p.out = {{"y", test::like(x), Span::kWhole, 0, bound, 0.0, std::sqrt(3.0) * test::stored(line.dtype(), 2e-7)}};
-  const bool back = line.is("dir", "bwd");
-  p.call = [options, back](const Views& in, const Views& out, const SeqLens&) {
-    back ? partial_rope_bwd(in[0], in[1], in[2], out[0], options)
-         : partial_rope_fwd(in[0], in[1], in[2], out[0], options);
-  };
-  return p;
-}
-
 std::vector<Key> row_keys(std::initializer_list<Key> more) {
   std::vector<Key> keys = kRowKeys;
   keys.insert(keys.end(), more);
@@ -245,34 +218,6 @@ std::vector<Driver> row_drivers() {
          line.set("out", pick_text(random, {"f32", line.text("in").c_str()}));
        },
        gating},
-      {"rope",
-       "rotary embedding of the first R channels",
-       {{"dir", "fwd", "fwd|bwd"},
-        {"B", "1"},
-        {"T", "7"},
-        {"H", "2"},
-        {"D", "64"},
-        {"R", "32"},
-        {"layout", "ntd"},
-        {"w", "f32"},
-        {"tables", "0"},
-        {"round", "fp32", "fp32|hf"}},
-       [](Random& random, Line& line) {
-         line.set("dir", pick_text(random, {"fwd", "bwd"}));
-         line.set("layout", pick_text(random, {"tnd", "ntd", "bsnd", "bnsd"}));
-         line.set("B", has_batch(line.layout()) ? random.integer(1, 3) : 1);
-         line.set("T", pick<std::int64_t>(random, {0, 1, 2, 17, 65}));
-         line.set("H", random.integer(1, 4));
-         const std::int64_t D = draw_width(random, 256, 2);
-         line.set("D", D);
-         line.set("R", random.integer(1, D / 2) * 2);
-         line.set("round", pick_text(random, {"fp32", "hf"}));
-         // hf rounds products of x's type: the tables have it too.
-         const char* own = line.text("in").c_str();
-         line.set("w", line.is("round", "hf") ? own : pick_text(random, {"f32", own}));
-         line.set("tables", random.integer(0, 1));
-       },
-       rope},
   };
 }
 

@@ -28,6 +28,9 @@ def add_arguments(parser):
         "--engines", default="all", help="names, with commas between them (default: all that are installed)"
     )
     parser.add_argument("--quick", action="store_true", help=f"--items {QUICK}, fewer repetitions, one condition")
+    parser.add_argument("--reps", type=positive, default=7, help="samples of every engine (default 7)")
+    parser.add_argument("--conditions", help="'as shipped', 'memory kept' or both with a comma (default: both)")
+    parser.add_argument("--limits", type=Path, help="the program tidegate_limits (default: the newest under build*/)")
     parser.add_argument("--threads", type=positive, default=2, help="of every engine (default 2)")
     parser.add_argument("--json", type=Path, help="write what was measured, with machine and versions")
     parser.add_argument("--markdown", type=Path, help="write the tables")
@@ -51,10 +54,13 @@ def measure(options, target: Path) -> None:
     command = [sys.executable, str(folder() / "run.py"), "--threads", str(options.threads), "--json", str(target)]
     if options.markdown:
         command += ["--markdown", str(options.markdown)]
+    if options.limits:
+        command += ["--limits", str(options.limits.resolve())]
     if options.quick:
         command += ["--items", QUICK, "--reps", "3", "--conditions", "memory kept"]
     else:
-        command += ["--items", options.items]
+        command += ["--items", options.items, "--reps", str(options.reps)]
+        command += ["--conditions", options.conditions] if options.conditions else []
     done = subprocess.run([*command, "--engines", options.engines], check=False)
     if done.returncode:
         raise Failure(f"the benchmark ended with exit code {done.returncode}", "the lines above say why", MISSING)
