@@ -6,7 +6,7 @@ import torch
 
 from tidegate.errors import SequenceParallelError
 from tidegate.packed import support
-from tidegate.parallel import choice, inputs, whole
+from tidegate.parallel import choice, inputs, spread, whole
 from tidegate.parallel.agree import ANY, agree, fingerprint
 from tidegate.parallel.link import Link, group_of
 from tidegate.parallel.model import OP, parallel_forward
@@ -75,6 +75,11 @@ class SequenceParallel:
             raise SequenceParallelError("the model is not patched: call tidegate.patch(model) first")
         options = self._patched.settings.options
         self.padding_free = options.padding_free
+        name = spread.tensor_parallel(root, self.link.group)
+        if name is not None:
+            raise SequenceParallelError(
+                f"{name} is under tensor parallelism over ranks of this group, which wants the same tokens on each"
+            )
         self.heads = _heads(root, options)
         self.attention = choice.attention_mode(attention, self.heads, self.link.size)
         refused = choice.refusal(self.mode, self.heads, self.link.size)
@@ -187,20 +192,25 @@ class SequenceParallel:
         return whole.restore(x, plan or self.plan, fill) if self.on else x
 
     def reduce_gradients(self):
-        """Sums (or averages) the gradients of parameters over the ranks, where neither FSDP2 nor DDP does it."""
+        """Sums (or averages) the gradients of parameters over the ranks, where neither FSDP2 nor DDP does it.
+
+        Experts that are spread over these ranks have the tokens of all of them already; for a mean they are divided.
+        """
         if not self.on:
             return
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        there = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
+        trained = spread.unreduced(self.model, self.link.group)
+        there = torch.tensor([p.grad is not None for p, _ in trained], dtype=torch.int32)
         self.link.sum(there, "gradients", torch.distributed.ReduceOp.MAX)
-        for parameter, wanted in zip(trained, there.tolist(), strict=True):
+        for (parameter, lacks), wanted in zip(trained, there.tolist(), strict=True):
             if not wanted:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self.link.sum(parameter.grad, "gradients")
+            gradient = spread.local(parameter.grad)
+            if lacks:
+                self.link.sum(gradient, "gradients")
             if self.grad_reduction == "mean":
-                parameter.grad /= self.link.size
+                gradient /= self.link.size
 
     # About
 
