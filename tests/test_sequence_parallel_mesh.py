@@ -34,21 +34,37 @@ def row(dimension):
     return mesh().get_local_rank("data" if dimension == "sequence" else "sequence")
 
 
-def both_rows(family, dtype, mine, scale):
+def one_row(family, mine, dtype):
+    return alone(family, "two", ROWS[mine], dtype)
+
+
+def both_rows(family, mine, scale, dtype):
     """Logits and loss of this rank's row; scale times the sum of both rows' gradients, and its terms."""
-    a, b = (alone(family, "two", kind, dtype) for kind in ROWS)
+    a, b = (one_row(family, i, dtype) for i in (0, 1))
     sums = {name: (a[2][name] + b[2][name]) * scale for name in a[2]}
     return *(b if mine else a)[:2], sums, {name: torch.cat([a[3][name], b[3][name]]) * scale for name in a[3]}
 
 
-def assert_rows(family, mine, scale, got, part=lambda found: found):
-    """part: what of one process's gradients this rank has."""
+def _assert(got, whole, part):
+    """whole(dtype): one process's answers. part: what of its gradients this rank has."""
 
-    def rows(dtype):
-        logits, loss, found, terms = both_rows(family, dtype, mine, scale)
+    def own(dtype):
+        logits, loss, found, terms = whole(dtype)
         return logits, loss, part(found), terms
 
-    assert_same(got, rows(torch.float32), lambda: rows(torch.float64))
+    assert_same(got, own(torch.float32), lambda: own(torch.float64))
+
+
+def everything(found):
+    return found
+
+
+def assert_row(family, mine, got, part=everything):
+    _assert(got, functools.partial(one_row, family, mine), part)
+
+
+def assert_rows(family, mine, scale, got, part=everything):
+    _assert(got, functools.partial(both_rows, family, mine, scale), part)
 
 
 def shard(model, over):
@@ -85,9 +101,7 @@ def fsdp_over_the_same_ranks(ranks):
     model, mine = copy.deepcopy(build(DENSE)), row("sequence")
     shard(model, mesh()["sequence"])
     handle = sequence_parallel(model, mesh()["sequence"], "chain", grad_reduction="mean")
-    got = step(model, handle, mine)
-    want, exact = (alone(DENSE, "two", ROWS[mine], t) for t in (torch.float32, torch.float64))
-    assert_same(got, want, lambda: exact)
+    assert_row(DENSE, mine, step(model, handle, mine))
 
 
 def averaged_by_ddp(ranks):
@@ -96,9 +110,7 @@ def averaged_by_ddp(ranks):
     handle = sequence_parallel(wrapped, ranks.groups[2], "heads", grad_reduction="mean")
     out = wrapped(**batch(ROWS[0]))
     out.loss.backward()
-    want, exact = (alone(DENSE, "two", ROWS[0], t) for t in (torch.float32, torch.float64))
-    got = handle.gather(out.logits.detach()), out.loss.detach(), gradients(model)
-    assert_same(got, want, lambda: exact)
+    assert_row(DENSE, 0, (handle.gather(out.logits.detach()), out.loss.detach(), gradients(model)))
 
 
 # Expert parallelism
@@ -115,9 +127,7 @@ def spread(dimension):
 
 def experts_on_the_same_ranks(ranks):
     """The ranks that share a row share the experts. An expert meets the tokens of both, whatever the reduction."""
-    mine, rank = row("sequence"), mesh().get_local_rank("sequence")
-    want, exact = (alone(MOE, "two", ROWS[mine], t) for t in (torch.float32, torch.float64))
-    want, exact = ((*w[:2], of_experts(rank, w[2]), w[3]) for w in (want, exact))
+    mine, part = row("sequence"), functools.partial(of_experts, mesh().get_local_rank("sequence"))
     model = spread("sequence")
     tokens = sum(ROWS[mine])
     for mode, reduction, starts in (
@@ -127,7 +137,7 @@ def experts_on_the_same_ranks(ranks):
     ):
         with sequence_parallel(model, mesh()["sequence"], mode, grad_reduction=reduction) as handle:
             got = together(handle, model, handle.shard(batch(ROWS[mine]), starts))
-        assert_same(got, want, lambda: exact)
+        assert_row(MOE, mine, got, part)
     with sequence_parallel(model, mesh()["sequence"], "chain", grad_reduction="sum") as handle:
         before = together(handle, model, batch(ROWS[mine]))[2]
         model.train().gradient_checkpointing_enable(dict(use_reentrant=False))
@@ -166,8 +176,7 @@ def experts_over_more_ranks(ranks):
     assert_rows(MOE, mine, 1, (logits, loss, found), part)
     with sequence_parallel(model, everyone, "chain", grad_reduction="sum") as handle:
         got = together(handle, model, batch(ROWS[0]))
-    want, exact = (alone(MOE, "two", ROWS[0], t) for t in (torch.float32, torch.float64))
-    assert_same(got, (*want[:2], part(want[2]), want[3]), lambda: (*exact[:2], part(exact[2]), exact[3]))
+    assert_row(MOE, 0, got, part)
     tidegate.ep.unregister()
     # Experts over two of the four ranks that share a row: nobody has the group that would have to add them up.
     model = spread("data")
