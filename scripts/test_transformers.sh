@@ -8,7 +8,7 @@ python=$1
 shift
 folder=.venv-transformers
 before=${PYTHONPATH:-}
-models=$(grep -l tiny_models tests/test_*.py)
+models=$(grep -lE 'tiny_models|sequence_case' tests/test_*.py)
 # What can depend on flash-linear-attention being importable, and twinkle's bridge, which needs its package too.
 beside_fla="tests/test_matrix_cell.py tests/test_patch_models.py tests/test_registration.py tests/test_fla_backend.py"
 beside_fla="$beside_fla tests/test_contrib_twinkle.py"

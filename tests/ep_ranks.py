@@ -6,9 +6,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
-
-# Imported once by the fork server; every process is then a cheap fork of it.
-PRELOAD = ["torch", "torch.distributed.tensor", "tidegate.ep", "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe"]
+from ranks import PRELOAD
 
 
 def _run(function, rank, ranks, folder, arguments, errors):
@@ -33,7 +31,7 @@ def _run(function, rank, ranks, folder, arguments, errors):
 def run_ranks(ranks, folder, function, *arguments):
     """function(rank, ranks, *arguments) in as many processes of a gloo group; the results by rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(list(PRELOAD))
     folder.mkdir()
     errors = context.SimpleQueue()
     processes = [

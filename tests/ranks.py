@@ -15,6 +15,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Imported once by the fork server, which whoever starts it first starts for all; every process is then a cheap fork.
+PRELOAD = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "tidegate.ep",
+    "tidegate.parallel",
+    "transformers.models.qwen3_5.modeling_qwen3_5",
+    "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe",
+)
 PATIENCE = datetime.timedelta(seconds=60)  # a rank that hangs ends the run
 
 
@@ -56,7 +66,7 @@ def run(load, names, world, folder, method="forkserver"):
     forkserver imports torch once for all; spawn makes processes that see the environment as it is now.
     """
     results = str(folder / "results")
-    multiprocessing.set_forkserver_preload(["torch", "tidegate"])
+    multiprocessing.set_forkserver_preload(list(PRELOAD))
     mp.start_processes(_worker, (world, _free_port(), load, list(names), results), nprocs=world, start_method=method)
     everyone = [torch.load(f"{results}.{rank}") for rank in range(world)]
     return {name: [of[name] for of in everyone if of[name]] for name in names}

@@ -17,6 +17,7 @@ from packed_case import (
     patched,
     samples,
     separate,
+    should_pack,
     spans,
     together,
 )
@@ -40,6 +41,7 @@ def test_packed_is_separate(family, lengths):
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_a_family_that_cannot_be_packed_says_so(family):
     model, _ = patched(family)
+    assert packs(model) == should_pack(family)
     if packs(model):
         return
     ids, batch = batch_of((24, 40))

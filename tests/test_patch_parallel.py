@@ -70,7 +70,7 @@ def train(kind, order, rank):
         optimizer.step()
         losses.append(loss.detach())
     if order != "unpatched":
-        assert not packs(wrapped) or packed_difference(wrapped) < T32
+        assert packs(wrapped) and packed_difference(wrapped) < T32
         assert tidegate.unpatch(wrapped) and not tidegate.report(wrapped)
         assert all("_tidegate" not in module.__dict__ for module in wrapped.modules())
     return torch.stack(losses)

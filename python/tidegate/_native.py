@@ -128,7 +128,7 @@ def _about():
     return version, active, available.split(",")
 
 
-def isa():
+def isa() -> str:
     """The instruction set in use: scalar, avx2, avx512 or avx512_bf16; or fallback, if there is no native library."""
     try:
         return _about()[1]
@@ -136,7 +136,7 @@ def isa():
         raise _translate(error) or error from None
 
 
-def set_isa(name):
+def set_isa(name: str) -> None:
     """Uses another instruction set from now on (for tests and benchmarks). One that this CPU lacks is a ValueError."""
     require()
     try:

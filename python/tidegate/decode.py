@@ -1,29 +1,33 @@
 """One decode step of a whole linear-attention layer, between its projections."""
 
+from typing import Any
+
+import torch
+
 from tidegate._native import ops
 
 
 def gdn_packed_decode(
-    mixed,
-    z,
-    a,
-    b,
-    conv_state,
-    conv_weight,
-    conv_bias,
-    A_log,
-    dt_bias,
-    state,
-    norm_weight,
+    mixed: torch.Tensor,
+    z: torch.Tensor | None,
+    a: torch.Tensor | None,
+    b: torch.Tensor,
+    conv_state: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    norm_weight: torch.Tensor,
     *,
-    state_indices,
-    HK,
-    HV,
-    K,
-    V,
-    out=None,
-    **options,
-):
+    state_indices: torch.Tensor,
+    HK: int,
+    HV: int,
+    K: int,
+    V: int,
+    out: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
     """Convolution, gates, l2norm, delta rule and gated norm in one call; returns y [T, HV*V] (or fills `out`).
 
     projection="qkv": mixed [T, 2*HK*K + HV*V], z [T, HV*V], a and b [T, HV]. projection="qkvz_ba": mixed and b as

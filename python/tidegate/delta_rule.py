@@ -1,6 +1,7 @@
 """The gated delta rule over whole sequences, with the signature of flash-linear-attention (0.6)."""
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ CHUNK_SIZES = (16, 32, 64)  # what FLA allows; here only a hint
 KEYWORDS = {"A_log", "chunk_size", "dt_bias", "precision", "use_gate_in_kernel", "zero_row_safe"}
 
 
-def chunk_size():
+def chunk_size() -> int:
     """Tokens that the fused operator takes in at a time: snapshots at its multiples are the cheap ones."""
     require()
     return torch.ops.tidegate.chunk_size()
@@ -23,24 +24,24 @@ def _trains(*tensors):
 
 
 def chunk_gated_delta_rule(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    use_qk_l2norm_in_kernel=False,
-    use_beta_sigmoid_in_kernel=False,
-    allow_neg_eigval=False,
-    state_v_first=False,
-    cu_seqlens=None,
-    cu_seqlens_cpu=None,
-    chunk_indices=None,
-    cp_context=None,
-    **kwargs,
-):
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    cp_context: object = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q, k [B,T,H,K], v [B,T,HV,V], g, beta [B,T,HV], states [N,HV,K,V]. Returns (o, final_state or None).
 
     kwargs: use_gate_in_kernel with A_log and dt_bias (g is then the raw gate), chunk_size (16, 32 or 64: a hint), and

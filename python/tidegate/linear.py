@@ -7,7 +7,7 @@ from tidegate._native import ops
 ONEDNN = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 
-def linear(x, weight, bias=None):
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """weight [N, K] times x [..., K], plus bias [N]: fp32 sums, rounded once. torch.nn.functional.linear's call."""
     return ops.linear_fwd(x, weight, bias)
 

@@ -10,14 +10,14 @@ NAME = "tidegate"  # in Transformers' registry of experts functions
 
 
 def moe_route(
-    logits,
-    k,
-    renormalise=True,
-    weights_dtype=None,
-    logits_rounding=None,
-    replay_ids=None,
-    return_probs=False,
-):
+    logits: torch.Tensor,
+    k: int,
+    renormalise: bool = True,
+    weights_dtype: torch.dtype | None = None,
+    logits_rounding: torch.dtype | None = None,
+    replay_ids: torch.Tensor | None = None,
+    return_probs: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """The k experts of every token and their weights: (ids int32 [T,k], weights [T,k]), and probs [T,E] if asked for.
 
     Ids are ranked by the logits, the lowest id first among equal ones, so they do not depend on batch or threads.
@@ -35,7 +35,16 @@ def moe_route(
     return (ids, weights, probs) if return_probs else (ids, weights)
 
 
-def grouped_matmul(x, weight, groups, bias=None, *, weight_axes="nk", group_list="counts", out_dtype=None):
+def grouped_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    groups: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    weight_axes: str = "nk",
+    group_list: str = "counts",
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """y[j] = W_g x[j] for the rows of group g; rows outside all groups are 0.
 
     groups [G] holds counts or their cumsum. weight is [G,N,K] ("nk") or [G,K,N] ("kn"); a transposed view is used as
@@ -47,23 +56,23 @@ def grouped_matmul(x, weight, groups, bias=None, *, weight_axes="nk", group_list
 
 
 def moe_experts(
-    x,
-    ids,
-    weights,
-    gate_up,
-    down,
-    shared_gate=None,
-    shared_up=None,
-    shared_down=None,
-    shared_router=None,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    shared_gate: torch.Tensor | None = None,
+    shared_up: torch.Tensor | None = None,
+    shared_down: torch.Tensor | None = None,
+    shared_router: torch.Tensor | None = None,
     *,
-    gate_up_lora=None,
-    down_lora=None,
-    weight_axes="nk",
-    interleaved=False,
-    ids_convention="plain",
-    round_y=False,
-):
+    gate_up_lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    down_lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    weight_axes: str = "nk",
+    interleaved: bool = False,
+    ids_convention: str = "plain",
+    round_y: bool = False,
+) -> torch.Tensor:
     """sum over slots of weights * down(silu(gate x) * (up x)), plus sigmoid(<shared_router, x>) times a shared expert.
 
     x [T,H], ids and weights [T,k], gate_up [E,2I,H], down [E,H,I] as models store them; id -1 is nobody.
@@ -99,7 +108,7 @@ def _is_silu(act):
     return isinstance(act, torch.nn.SiLU) or act is torch.nn.functional.silu or type(act).__name__ == "SiLUActivation"
 
 
-def why_not(module):
+def why_not(module: torch.nn.Module) -> str | None:
     """Why experts_forward cannot run a Transformers experts module; None if it can."""
     for flag, expected in (("has_gate", True), ("has_bias", False), ("has_post_expert_norm", False)):
         value = getattr(module, flag, expected)
@@ -133,7 +142,13 @@ def _weights(module, x, ids, weights, lora):
     return stored if None in turned else (*turned, "kn")
 
 
-def experts_forward(self, hidden_states, top_k_index, top_k_weights, **lora):
+def experts_forward(
+    self,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    **lora: tuple[torch.Tensor, torch.Tensor, float] | None,
+) -> torch.Tensor:
     """The experts function of Transformers: hidden_states [T,H], top_k_index and top_k_weights [T,k].
 
     lora: gate_up_lora and down_lora of moe_experts.
@@ -156,7 +171,7 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights, **lora):
     )
 
 
-def register_experts():
+def register_experts() -> None:
     """Makes "tidegate" a name for model.set_experts_implementation(); again is harmless."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

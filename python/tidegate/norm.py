@@ -6,7 +6,14 @@ from torch import nn
 from tidegate._native import ops
 
 
-def rms_norm_gated(x, gate, weight=None, eps=1e-6, activation="silu", rounding="hf"):
+def rms_norm_gated(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    activation: str = "silu",
+    rounding: str = "hf",
+) -> torch.Tensor:
     """weight * x / rms(x) * act(gate) over the last dimension.
 
     rounding "hf" repeats Transformers' roundings bit for bit (up to 1 ulp in rare values); "fp32" rounds once.
@@ -14,7 +21,7 @@ def rms_norm_gated(x, gate, weight=None, eps=1e-6, activation="silu", rounding="
     return ops.rms_norm_gated_fwd(x, gate, weight, eps=eps, activation=activation, rounding=rounding)[0]
 
 
-def rms_norm(x, weight, eps=1e-6):
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """x / rms(x) * (1 + weight), in fp32, rounded once: the block norm of these models."""
     return ops.rms_norm_fwd(x, weight, eps=eps)[0]
 
@@ -25,16 +32,26 @@ class RMSNormGated(nn.Module):
     fp32=True keeps every intermediate in fp32 and rounds once.
     """
 
-    def __init__(self, hidden_size, eps=1e-6, activation="silu", fp32=False, device=None, dtype=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        activation: str = "silu",
+        fp32: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
         self.variance_epsilon = eps
         self.activation = activation
         self.fp32 = fp32
 
-    def forward(self, hidden_states, gate):
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """rms_norm_gated with this module's weight."""
         rounding = "fp32" if self.fp32 else "hf"
         return rms_norm_gated(hidden_states, gate, self.weight, self.variance_epsilon, self.activation, rounding)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
+        """For print()."""
         return f"{self.weight.shape[0]}, eps={self.variance_epsilon}, activation={self.activation}, fp32={self.fp32}"

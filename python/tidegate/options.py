@@ -84,7 +84,7 @@ class PatchOptions:
             if field.name != "sources" and not any(value is word for word in allowed):
                 raise OptionError(f"option {field.name}: expected one of {allowed}, got {value!r}")
 
-    def on(self, option):
+    def on(self, option: str | None) -> bool:
         """Whether an option and all switches above it are on."""
         while option is not None:
             if not getattr(self, option):
@@ -92,7 +92,7 @@ class PatchOptions:
             option = BY_OPTION[option].above
         return True
 
-    def why_off(self, option):
+    def why_off(self, option: str | None) -> str | None:
         """The switch that keeps an option off, and who set it; None if it is on."""
         found = None
         while option is not None:

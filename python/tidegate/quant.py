@@ -9,14 +9,22 @@ from tidegate._native import ops
 from tidegate.moe import why_not
 
 
-def quantize(x, axis=-1):
+def quantize(x: torch.Tensor, axis: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
     """(int8 numbers, fp32 scales): q = x / scale, scale = max |x| / 127 along axis (-1 or -2)."""
     return ops.quantize(x, axis=axis)
 
 
 def grouped_matmul_quant(
-    x, weight, groups, weight_scale, x_scale, *, weight_axes="nk", group_list="counts", out_dtype=torch.float32
-):
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    groups: torch.Tensor,
+    weight_scale: torch.Tensor,
+    x_scale: torch.Tensor,
+    *,
+    weight_axes: str = "nk",
+    group_list: str = "counts",
+    out_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     """y[j] = (W_g x[j]) * weight_scale_g * x_scale[j] for the rows of group g; rows outside all groups are 0."""
     return ops.grouped_matmul_quant(
         x, weight, groups, weight_scale, x_scale, weight_axes=weight_axes, group_list=group_list, out_dtype=out_dtype
@@ -24,15 +32,32 @@ def grouped_matmul_quant(
 
 
 def grouped_matmul_swiglu_quant(
-    x, weight, groups, weight_scale, x_scale, smooth_scale=None, *, weight_axes="nk", group_list="counts"
-):
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    groups: torch.Tensor,
+    weight_scale: torch.Tensor,
+    x_scale: torch.Tensor,
+    smooth_scale: torch.Tensor | None = None,
+    *,
+    weight_axes: str = "nk",
+    group_list: str = "counts",
+) -> tuple[torch.Tensor, torch.Tensor]:
     """silu(gate) * up of the product above, quantised again: (q int8 [M,I], q_scale [M])."""
     return ops.grouped_matmul_swiglu_quant(
         x, weight, groups, weight_scale, x_scale, smooth_scale, weight_axes=weight_axes, group_list=group_list
     )
 
 
-def npu_grouped_matmul_swiglu_quant(x, weight, group_list, weight_scale, x_scale, *, bias=None, offset=None):
+def npu_grouped_matmul_swiglu_quant(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group_list: torch.Tensor,
+    weight_scale: torch.Tensor,
+    x_scale: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same under the name and conventions of torch_npu: weight [E,K,N], group_list a cumsum, three results.
 
     The third, the offset of an asymmetric result, is empty; bias and offset are reserved there and refused here.
@@ -47,8 +72,17 @@ def npu_grouped_matmul_swiglu_quant(x, weight, group_list, weight_scale, x_scale
 
 
 def moe_experts_quant(
-    x, ids, weights, gate_up, gate_up_scale, down, down_scale, *, weight_axes="nk", ids_convention="plain"
-):
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    *,
+    weight_axes: str = "nk",
+    ids_convention: str = "plain",
+) -> torch.Tensor:
     """moe_experts with int8 weights [E,2I,H], [E,H,I] and scales [E,2I], [E,H]; tokens are quantised on the way."""
     return ops.moe_experts_quant(
         x,
@@ -66,7 +100,7 @@ def moe_experts_quant(
 class QuantizedExperts(nn.Module):
     """Stands in for a Transformers experts module: same call, int8 weights as buffers."""
 
-    def __init__(self, experts):
+    def __init__(self, experts: nn.Module) -> None:
         super().__init__()
         self.weight_axes = "kn" if getattr(experts, "is_transposed", False) else "nk"
         self.num_experts = getattr(experts, "num_experts", experts.gate_up_proj.shape[0])
@@ -80,7 +114,10 @@ class QuantizedExperts(nn.Module):
             self.register_buffer(name, q)
             self.register_buffer(f"{name}_scale", scale)
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As the module that it stands in for; without gradients."""
         return moe_experts_quant(
             hidden_states,
             top_k_index,
@@ -93,7 +130,8 @@ class QuantizedExperts(nn.Module):
             ids_convention=self.ids_convention,
         )
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
+        """For print()."""
         return f"int8, {self.num_experts} experts, weight_axes={self.weight_axes}"
 
 
@@ -109,7 +147,7 @@ class QuantizedModel:
     bytes_before: int = 0
     bytes_after: int = 0
 
-    def undo(self):
+    def undo(self) -> None:
         """Puts the original experts back. Possible only with keep_original=True."""
         for parent, attribute, name, original in self.modules:
             if original is None:
@@ -126,7 +164,7 @@ class QuantizedModel:
         return text + (" (originals kept: both are in memory)" if kept else " (originals released)")
 
 
-def quantize_experts(model, *, keep_original=False):
+def quantize_experts(model: nn.Module, *, keep_original: bool = False) -> QuantizedModel:
     """Replaces every experts module (3-D gate_up_proj and down_proj) of a Transformers model by an int8 one.
 
     For inference: a call that wants a gradient raises. Router, shared expert, norms and attention stay as they are.

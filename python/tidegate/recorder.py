@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class RouterRecorder:
     Layers that are computed again during a backward (gradient checkpointing) get the choice of their forward.
     """
 
-    def __init__(self, model):
+    def __init__(self, model: torch.nn.Module) -> None:
         from tidegate.patch.engine import existing_handle
         from tidegate.patch.resolve import core
 
@@ -43,14 +44,16 @@ class RouterRecorder:
         self.choices = {site.path: [] for site in sites}
         self._next = dict.fromkeys(self.choices, 0)  # which choice a layer comes to
 
-    def clear(self):
+    def clear(self) -> None:
         """Forgets everything."""
         self.choices = {path: [] for path in self.choices}
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, list[torch.Tensor]]:
+        """The ids of all calls, by layer."""
         return {path: [choice.ids for choice in list_] for path, list_ in self.choices.items()}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, list[torch.Tensor]]) -> None:
+        """What state_dict gave, of a model with the same layers."""
         if state.keys() != self.choices.keys():
             raise ReplayError(f"RouterRecorder: state: expected layers {list(self.choices)}, got {list(state)}")
         self.choices = {path: [Choice(ids, _digest(ids)) for ids in list_] for path, list_ in state.items()}
@@ -69,12 +72,12 @@ class RouterRecorder:
             for site in self._sites:
                 site.recorder = None
 
-    def recording(self):
+    def recording(self) -> contextlib.AbstractContextManager["RouterRecorder"]:
         """A context in which choices are kept."""
         return self._attached(False)
 
     @contextlib.contextmanager
-    def replaying(self):
+    def replaying(self) -> Iterator["RouterRecorder"]:
         """A context in which the recorded choices are made again, all of them."""
         with self._attached(True):
             yield self
@@ -82,7 +85,7 @@ class RouterRecorder:
             if done != len(self.choices[path]):
                 raise ReplayError(f"{path}: expected {len(self.choices[path])} calls as recorded, got {done}")
 
-    def chosen(self, path, tokens, slots):
+    def chosen(self, path: str, tokens: int, slots: int) -> torch.Tensor | None:
         """For the router: the ids that it must take, or None."""
         again = torch._C._current_graph_task_id() != -1  # inside a backward
         if not self._replay and not again:
@@ -100,7 +103,7 @@ class RouterRecorder:
         self._next[path] += self._replay and not again
         return choice.ids
 
-    def keep(self, path, ids):
+    def keep(self, path: str, ids: torch.Tensor) -> None:
         """For the router: what it has chosen."""
         if not self._replay and torch._C._current_graph_task_id() == -1:
             ids = ids.detach().clone()

@@ -1,6 +1,7 @@
 """The gated delta rule token by token: on a pool of states, and with the signature of flash-linear-attention (0.6)."""
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -8,7 +9,18 @@ from tidegate._arguments import one_autocast_dtype
 from tidegate._native import ops
 
 
-def recurrent_gated_delta_rule(q, k, v, g, beta, state, *, state_indices, out=None, **options):
+def recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    state_indices: torch.Tensor,
+    out: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
     """One or several tokens per sequence on state [slots,HV,K,V], changed in place; returns o (or fills `out`).
 
     state_indices [N]: the slot of every sequence. [N,M]: the state after token t goes to slot [n,t], and the sequence
@@ -24,26 +36,26 @@ def recurrent_gated_delta_rule(q, k, v, g, beta, state, *, state_indices, out=No
 
 
 def fused_recurrent_gated_delta_rule(
-    q,
-    k,
-    v,
-    g=None,
-    gk=None,
-    gv=None,
-    beta=None,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    use_qk_l2norm_in_kernel=False,
-    use_gate_in_kernel=False,
-    A_log=None,
-    dt_bias=None,
-    use_beta_sigmoid_in_kernel=False,
-    allow_neg_eigval=False,
-    state_v_first=False,
-    cu_seqlens=None,
-    **kwargs,
-):
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    gk: torch.Tensor | None = None,
+    gv: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q, k [B,T,H,K], v [B,T,HV,V], g [B,T,HV], gk [B,T,HV,K], beta [B,T,HV] or [B,T,HV,V], states [N,HV,K,V].
 
     Returns (o, final_state or None); inputs are not changed. q, k and v may differ in type: o has that of v.

@@ -22,7 +22,8 @@ class Registration(dict):
 
     __repr__ = __str__
 
-    def undo(self):
+    def undo(self) -> None:
+        """The same as unregister()."""
         unregister()
 
 
@@ -108,14 +109,14 @@ _fillers = {
 _state = {}
 
 
-def register():
+def register() -> Registration:
     """Registers with the packages that are installed; twice is once. Returns a Registration: what is where."""
     if "done" not in _state:
         _state["done"] = Registration({name: install() for name, (install, _) in _fillers.items()})
     return _state["done"]
 
 
-def unregister():
+def unregister() -> None:
     """Takes back what register did."""
     for _, remove in _fillers.values():
         remove()

@@ -9,7 +9,7 @@ import torch
 
 from tidegate import _native
 from tidegate.options import BY_NAME, PREFIX
-from tidegate.patch import report_model
+from tidegate.patch import PatchReport, report_model
 
 PACKAGES = ("transformers", "fla", "causal_conv1d", "kernels", "peft", "accelerate")
 
@@ -31,7 +31,7 @@ class Report(dict):
     __repr__ = __str__
 
 
-def report(model=None):
+def report(model: torch.nn.Module | None = None) -> Report | PatchReport:
     """What runs here: versions, instruction sets, threads, native library. With a model: what is patched in it."""
     if model is not None:
         return report_model(model)

@@ -10,6 +10,8 @@ change them in place; `StatePool.indices` says where. What is counted here is wh
 
 import dataclasses
 import json
+import os
+from collections.abc import Collection
 
 import torch
 
@@ -30,13 +32,13 @@ class Sequence:
     accepted: int = 1
     tokens: int = 0
 
-    def accept(self, count):
+    def accept(self, count: int) -> None:
         """After a call with slots per token: `count` of its tokens became final, at least one."""
         _whole("Sequence.accept", "count", count, 1, len(self.slots))
         self.accepted = count
         self.tokens += count
 
-    def advance(self, count):
+    def advance(self, count: int) -> None:
         """After a prompt in the one-slot form, or a step of one token: all became final."""
         _whole("Sequence.advance", "count", count, 0)
         self.accepted = 1
@@ -58,19 +60,19 @@ class StatePool:
 
     def __init__(
         self,
-        layers,
-        sequences,
+        layers: int,
+        sequences: int,
         *,
-        HK,
-        HV,
-        K,
-        V,
-        width=4,
-        drafts=0,
-        dtype=torch.bfloat16,
-        state_dtype=torch.float32,
-        state_v_first=False,
-    ):
+        HK: int,
+        HV: int,
+        K: int,
+        V: int,
+        width: int = 4,
+        drafts: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.float32,
+        state_v_first: bool = False,
+    ) -> None:
         sizes = {"layers": layers, "sequences": sequences, "HK": HK, "HV": HV, "K": K, "V": V}
         for name, value in sizes.items():
             _whole("StatePool", name, value, 1)
@@ -99,11 +101,11 @@ class StatePool:
                     f"StatePool.{method}: sequence: expected an open one of this pool, got one with row {sequence.row}"
                 )
 
-    def layer(self, index):
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(conv_state, state) of a layer, for the operators."""
         return self.conv[index], self.state[index]
 
-    def open(self):
+    def open(self) -> Sequence:
         """A sequence that remembers nothing."""
         if not self._free:
             raise RuntimeError(f"StatePool.open: expected a free row, got {self.conv.shape[1]} sequences in use")
@@ -115,13 +117,13 @@ class StatePool:
             self.state[:, slot].zero_()
         return sequence
 
-    def close(self, sequence):
+    def close(self, sequence: Sequence) -> None:
         """Gives the place back. The sequence must not be used afterwards."""
         self._check_owned("close", sequence)
         del self._open[sequence.row]
         self._free.append(sequence.row)
 
-    def indices(self, sequences, per_token=True):
+    def indices(self, sequences: Collection[Sequence], per_token: bool = True) -> dict[str, torch.Tensor]:
         """Arguments of an operator call. per_token: slots for every token, and where to start; else one slot each."""
         self._check_owned("indices", *sequences)
         if per_token:
@@ -135,12 +137,12 @@ class StatePool:
                 )
         return {"state_indices": torch.tensor([s.slots[0] for s in sequences], dtype=torch.int64)}
 
-    def rows(self, sequences):
+    def rows(self, sequences: Collection[Sequence]) -> torch.Tensor:
         """Their rows of conv_state."""
         self._check_owned("rows", *sequences)
         return torch.tensor([s.row for s in sequences], dtype=torch.int64)
 
-    def settle(self, sequence):
+    def settle(self, sequence: Sequence) -> None:
         """Makes the current state the first one, so that nothing is left to roll back."""
         self._check_owned("settle", sequence)
         a = sequence.accepted - 1
@@ -150,7 +152,7 @@ class StatePool:
             sequence.slots[0], sequence.slots[a] = sequence.slots[a], sequence.slots[0]
             sequence.accepted = 1
 
-    def snapshot(self, sequence):
+    def snapshot(self, sequence: Sequence) -> Snapshot:
         """A copy of what the sequence remembers now."""
         self._check_owned("snapshot", sequence)
         a = sequence.accepted - 1
@@ -158,7 +160,7 @@ class StatePool:
         state = self.state[:, sequence.slots[a]].clone()
         return Snapshot(conv.clone(), state, sequence.tokens, self.state_v_first)
 
-    def restore(self, snapshot, sequence):
+    def restore(self, snapshot: Snapshot, sequence: Sequence) -> None:
         """The sequence goes on as the snapshot's one would have, bit for bit."""
         self._check_owned("restore", sequence)
         conv, state = self.conv[:, sequence.row, :, : self.width - 1], self.state[:, sequence.slots[0]]
@@ -172,7 +174,7 @@ class StatePool:
         state.copy_(snapshot.state)
         sequence.accepted, sequence.tokens = 1, snapshot.tokens
 
-    def copy(self, source, target):
+    def copy(self, source: Sequence, target: Sequence) -> None:
         """target goes on where source is now."""
         self._check_owned("copy", source, target)
         if source.row == target.row:
@@ -182,7 +184,7 @@ class StatePool:
         self.state[:, target.slots[0]] = self.state[:, source.slots[a]]
         target.accepted, target.tokens = 1, source.tokens
 
-    def fork(self, source):
+    def fork(self, source: Sequence) -> Sequence:
         """A new sequence that goes on where source is now."""
         self._check_owned("fork", source)
         target = self.open()
@@ -193,7 +195,7 @@ class StatePool:
 SNAPSHOTS = "tidegate.snapshots"  # where a file says what it holds
 
 
-def save_snapshots(path, snapshots):
+def save_snapshots(path: str | os.PathLike[str], snapshots: dict[str, Snapshot]) -> None:
     """Writes a dict of snapshots, by names, as one safetensors file."""
     from safetensors.torch import save_file
 
@@ -206,7 +208,7 @@ def save_snapshots(path, snapshots):
     save_file(tensors, path, metadata={SNAPSHOTS: json.dumps(about)})
 
 
-def load_snapshots(path):
+def load_snapshots(path: str | os.PathLike[str]) -> dict[str, Snapshot]:
     """The dict of snapshots that save_snapshots wrote."""
     from safetensors import safe_open
 

@@ -81,7 +81,7 @@ def is_computed(module):
     return torch.nn.utils.parametrize.is_parametrized(module)
 
 
-def invalidate(module):
+def invalidate(module: torch.nn.Module) -> int:
     """Drops the copies of weights in a module and below it: call it after writing to frozen weights through .data.
 
     Returns how many bytes were freed.

@@ -1,5 +1,8 @@
 """tidegate.check_isolation: does a sample of a packed batch change another one?"""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from tidegate.check import parts, run
@@ -95,7 +98,15 @@ def _add_replacements(report, packed, tolerance):
         report.add(f"sample {i} replaced", float(difference.max() / before.abs().max()), tolerance, note=note)
 
 
-def check_isolation(model, lengths=(5, 1, 64, 0, 70), seed=0, *, tolerance=0.0, inputs=None, arguments=None):
+def check_isolation(
+    model: torch.nn.Module,
+    lengths: Sequence[int] = (5, 1, 64, 0, 70),
+    seed: int = 0,
+    *,
+    tolerance: float = 0.0,
+    inputs: Sequence[str] | None = None,
+    arguments: dict[str, Any] | None = None,
+) -> Report:
     """Packs random samples of these lengths and raises IsolationError, with a table, if one of them changes another.
 
     Runs on any model of Transformers, patched or not. The table compares with separate runs (logits, gradients of all

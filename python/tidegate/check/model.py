@@ -69,7 +69,7 @@ def _add_cache(report, model, ids, limit):
         report.add(f"with a cache, {what}, vs at once", run.error_of(torch.cat(found), full), limit)
 
 
-def check(model, *, seed=0, show=True):
+def check(model: torch.nn.Module, *, seed: int = 0, show: bool = True) -> Report:
     """Compares a model with itself and, if it is patched, with what it was; prints and returns a table with a verdict.
 
     Patched and original, packed and separate, padded and unpadded, with a cache and at once: logits, and gradients in

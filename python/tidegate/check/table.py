@@ -16,18 +16,22 @@ class Row(NamedTuple):
 class Report:
     """Rows in the order in which they were made. `ok` is the verdict: every row is."""
 
-    def __init__(self, title):
+    def __init__(self, title: str) -> None:
         self.title, self.rows = title, []
 
     @property
-    def ok(self):
+    def ok(self) -> bool:
+        """The verdict."""
         return all(row.ok for row in self.rows)
 
-    def add(self, what, error=None, limit=None, ok=None, note=""):
+    def add(
+        self, what: str, error: float | None = None, limit: float | None = None, ok: bool | None = None, note: str = ""
+    ) -> None:
         """A row; without `ok` the error decides, and one that is not a number is too large."""
         self.rows.append(Row(what, error, limit, error <= limit if ok is None else ok, note))
 
-    def failed(self):
+    def failed(self) -> list[Row]:
+        """The rows that are not."""
         return [row for row in self.rows if not row.ok]
 
     def __str__(self):

@@ -1,9 +1,11 @@
 """A group of processes with windows of shared memory. The work is done in C++ (include/tidegate/ep.h)."""
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tidegate import _native, options
 from tidegate.errors import ExpertParallelError
@@ -27,14 +29,14 @@ def call(name, *args):
         raise translated or ExpertParallelError(line) from None
 
 
-def node_id(configured=None):
+def node_id(configured: str | None = None) -> str:
     """The node that this process runs on: as configured, or TIDEGATE_NODE_ID, or host name and boot id."""
     return call("node_id", configured or options.environment("node_id") or "")
 
 
 def group_of(group):
     """The process group of a group, a one-dimensional DeviceMesh or None (all processes; None if there is only one)."""
-    if isinstance(group, dist.device_mesh.DeviceMesh):
+    if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"ep: mesh: expected 1 dimension, got {group.ndim} ({group.mesh_dim_names}); pass mesh['ep']"
@@ -68,7 +70,7 @@ class Handle:
         "source_tokens",  # int64 [ranks]
     )
 
-    def __init__(self, number, rows, width, dtype, weights):
+    def __init__(self, number: int, rows: int, width: int, dtype: torch.dtype, weights: torch.Tensor | None) -> None:
         self.number, self.rows, self.width, self.dtype = number, rows, width, dtype
         self.weights = weights  # the routing weights given to dispatch, for their gradient
         self._free = weakref.finalize(self, torch.ops.tidegate_ep.free_handle, number)
@@ -91,20 +93,20 @@ class Buffer:
 
     def __init__(
         self,
-        group=None,
+        group: "dist.ProcessGroup | DeviceMesh | None" = None,
         *,
-        experts,
-        slots,
-        row_bytes,
-        max_tokens,
-        expert_begin=None,
-        zero_experts=0,
-        copy_experts=0,
-        const_experts=0,
-        name="moe",
-        timeout=60.0,
-        node_id=None,
-    ):
+        experts: int,
+        slots: int,
+        row_bytes: int,
+        max_tokens: int,
+        expert_begin: Sequence[int] | None = None,
+        zero_experts: int = 0,
+        copy_experts: int = 0,
+        const_experts: int = 0,
+        name: str = "moe",
+        timeout: float = 60.0,
+        node_id: str | None = None,
+    ) -> None:
         self.group = group_of(group)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.ranks = 1 if self.group is None else dist.get_world_size(self.group)
@@ -123,46 +125,59 @@ class Buffer:
         call("connect", self.number, all_gather_bytes(call("address", self.number), self.group, self.ranks))
 
     @property
-    def local_experts(self):
+    def local_experts(self) -> int:
+        """How many experts this rank holds."""
         return self.expert_begin[self.rank + 1] - self.expert_begin[self.rank]
 
     @property
-    def window_bytes(self):
+    def window_bytes(self) -> int:
         """Address space of one rank's window."""
         return call("window_bytes", self.number)
 
     @property
-    def waited_microseconds(self):
+    def waited_microseconds(self) -> torch.Tensor:
         """int64 [ranks]: time spent waiting for each of them."""
         return call("waited", self.number)
 
-    def close(self):
+    def close(self) -> None:
+        """Gives the windows back; harmless when repeated."""
         self._close()
 
-    def reset(self):
+    def reset(self) -> None:
         """Collective, after a failure: new windows. Handles from before do not work any more."""
         self._close()
         self._open()
 
     # The exchanges without gradients; functions.py has them with.
 
-    def dispatch(self, x, ids, weights=None, mask=None, int8=False, needs_backward=False):
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        int8: bool = False,
+        needs_backward: bool = False,
+    ) -> Handle:
+        """Sends tokens to the ranks of their experts, as the function dispatch does; expand has the rows that came."""
         number, rows = call("dispatch", self.number, x, ids, weights, mask, int8, needs_backward)
         return Handle(number, rows, x.shape[1], torch.int8 if int8 else x.dtype, weights)
 
-    def redispatch(self, x, handle):
+    def redispatch(self, x: torch.Tensor, handle: Handle) -> torch.Tensor:
         """Other rows along the way of a handle: [rows,H]."""
         call("redispatch", self.number, x, handle.number)
         return call("expand", self.number, handle.number, x.shape[1], x.dtype)[0]
 
-    def window(self, rows, width, dtype):
+    def window(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory of the window, [rows,width]: y that was written here is not copied by the next combine. It lives no
         longer than the next dispatch or combine."""
         view = call("window", self.number, rows, width, dtype)
         view._ep_buffer = self  # the memory must not go before the view
         return view
 
-    def expand(self, handle, out=None):
+    def expand(
+        self, handle: Handle, out: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The rows that the last dispatch brought: [rows,H]; of an int8 dispatch (rows, scales)."""
         if out is not None:
             call("expand_out", self.number, handle.number, out)
@@ -172,21 +187,21 @@ class Buffer:
 
     def combine(
         self,
-        y,
-        handle,
-        weighted=True,
-        weights=None,
-        shared_x=None,
-        row_values=None,
-        ori_x=None,
-        alpha1=None,
-        alpha2=None,
-        v=None,
-    ):
+        y: torch.Tensor | None,
+        handle: Handle,
+        weighted: bool = True,
+        weights: torch.Tensor | None = None,
+        shared_x: torch.Tensor | None = None,
+        row_values: torch.Tensor | None = None,
+        ori_x: torch.Tensor | None = None,
+        alpha1: torch.Tensor | None = None,
+        alpha2: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [T,H], pair_values [T,K]); the second is empty without row_values."""
         tensors = (weights, shared_x, row_values, ori_x, alpha1, alpha2, v)
         return call("combine", self.number, y, handle.number, weighted, *tensors)
 
-    def collect(self, y, handle):
+    def collect(self, y: torch.Tensor, handle: Handle) -> torch.Tensor:
         """The rows of y by pair, unsummed: [T*K,H]."""
         return call("collect", self.number, y, handle.number)

@@ -7,7 +7,8 @@ dispatch whether a backward will come.
 
 import torch
 
-from tidegate.ep.buffer import Buffer, call
+from tidegate.ep.buffer import Buffer, Handle, call
+from tidegate.ep.nodes import NodesBuffer, NodesHandle
 
 tidegate_ops = torch.ops.tidegate
 
@@ -85,7 +86,13 @@ class _Experts(torch.autograd.Function):
         )
 
 
-def dispatch(buffer, x, ids, weights=None, mask=None):
+def dispatch(
+    buffer: Buffer | NodesBuffer,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Handle | NodesHandle]:
     """(rows [A,H] for the local experts, sorted by expert, handle).
 
     x [T,H], ids [T,K] (-1: nobody), weights [T,K] travel along; mask, bool [T] or [T,K]: False stays at home.
@@ -101,7 +108,13 @@ def dispatch(buffer, x, ids, weights=None, mask=None):
     return rows, handle
 
 
-def combine(buffer, y, handle, shared_x=None, rows=None):
+def combine(
+    buffer: Buffer | NodesBuffer,
+    y: torch.Tensor,
+    handle: Handle | NodesHandle,
+    shared_x: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
     """out[t] = sum over k of weights[t,k] * y[row of (t,k)] + shared_x[t], in order of k, in fp32, rounded once.
 
     rows: what dispatch returned. Experts that leave their input alone when there is none break the graph on one rank
@@ -113,7 +126,16 @@ def combine(buffer, y, handle, shared_x=None, rows=None):
     return _Combine.apply(buffer, handle, y, weights, shared_x, rows)
 
 
-def experts(buffer, x, ids, weights, gate_up, down, *, weight_axes="nk"):
+def experts(
+    buffer: Buffer | NodesBuffer,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    weight_axes: str = "nk",
+) -> torch.Tensor:
     """The experts of all ranks on the tokens of this one: out [T,H].
 
     x [T,H], ids and weights [T,K] with ids of all experts; gate_up [local experts, 2I, H] and down

@@ -5,8 +5,12 @@ out inside its node through a Buffer. On the way back results return unsummed ("
 summed up by node ("fast": one row for every token and node, rounded once more).
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tidegate.ep.buffer import Buffer, group_of, node_id
 
@@ -42,17 +46,17 @@ class NodesBuffer:
 
     def __init__(
         self,
-        group=None,
+        group: "dist.ProcessGroup | DeviceMesh | None" = None,
         *,
-        experts,
-        slots,
-        row_bytes,
-        max_tokens,
-        expert_begin=None,
-        combine="exact",
-        node=None,
-        **options,
-    ):
+        experts: int,
+        slots: int,
+        row_bytes: int,
+        max_tokens: int,
+        expert_begin: Sequence[int] | None = None,
+        combine: str = "exact",
+        node: str | None = None,
+        **options: Any,
+    ) -> None:
         if combine not in ("exact", "fast"):
             raise ValueError(f"ep: combine: expected exact or fast, got {combine}")
         self.mode = combine
@@ -94,10 +98,12 @@ class NodesBuffer:
         )
 
     @property
-    def local_experts(self):
+    def local_experts(self) -> int:
+        """How many experts this rank holds."""
         return self.expert_begin[self.rank + 1] - self.expert_begin[self.rank]
 
-    def close(self):
+    def close(self) -> None:
+        """Gives the windows of this node back."""
         self.local.close()
 
     def _all_to_all(self, rows, sent, received):
@@ -111,7 +117,16 @@ class NodesBuffer:
         rows = x[torch.cat(handle_lists)] if handle_lists else x[:0]
         return self._all_to_all(rows, [len(t) for t in handle_lists], received)
 
-    def dispatch(self, x, ids, weights=None, mask=None, int8=False, needs_backward=False):
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        int8: bool = False,
+        needs_backward: bool = False,
+    ) -> NodesHandle:
+        """As Buffer.dispatch, between nodes too."""
         if int8:
             raise ValueError("ep_dispatch: int8: expected False between nodes, got True")
         ids = ids.to(torch.int32)
@@ -142,10 +157,12 @@ class NodesBuffer:
         inner = self.local.dispatch(rows, numbers, w.view(torch.float32), needs_backward=needs_backward)
         return NodesHandle(inner, x.shape[0], sent, received, numbers >= 0, node_ids, weights)
 
-    def expand(self, handle, out=None):
+    def expand(self, handle: NodesHandle, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The rows that came here, as Buffer.expand."""
         return self.local.expand(handle.inner, out)
 
-    def redispatch(self, x, handle):
+    def redispatch(self, x: torch.Tensor, handle: NodesHandle) -> torch.Tensor:
+        """Other rows along the way of a handle, as Buffer.redispatch."""
         return self.local.redispatch(self._forward(x, handle.sent, handle.received), handle.inner)
 
     def _values(self, row_values, handle):
@@ -191,7 +208,15 @@ class NodesBuffer:
             weights = None if weights is None else torch.cat([weights.float(), torch.ones(pos.shape[0], 1)], 1)
         return tidegate_ops.moe_unpermute_fwd(rows, pos, weights)
 
-    def combine(self, y, handle, weighted=True, weights=None, shared_x=None, row_values=None):
+    def combine(
+        self,
+        y: torch.Tensor | None,
+        handle: NodesHandle,
+        weighted: bool = True,
+        weights: torch.Tensor | None = None,
+        shared_x: torch.Tensor | None = None,
+        row_values: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [T,H], pair_values [T,K]), as Buffer.combine; in fast mode weights are those given to dispatch."""
         if weights is not None and self.mode == "fast":
             raise ValueError("ep_combine: weights: expected none in fast mode, got a tensor; give them to dispatch")

@@ -6,6 +6,8 @@ ranks for shared experts, are refused.
 
 import torch
 
+from tidegate.ep.buffer import Buffer, Handle
+
 
 def _refuse(op, **arguments):
     for name, (value, expected) in arguments.items():
@@ -25,27 +27,27 @@ def _check_group(op, buffer, ep_world_size, ep_rank_id, moe_expert_num):
 
 @torch.no_grad()
 def npu_moe_distribute_dispatch_v2(
-    x,
-    expert_ids,
-    group_ep,
-    ep_world_size,
-    ep_rank_id,
-    moe_expert_num,
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    group_ep: Buffer,
+    ep_world_size: int,
+    ep_rank_id: int,
+    moe_expert_num: int,
     *,
-    scales=None,
-    x_active_mask=None,
-    expert_scales=None,
-    group_tp="",
-    tp_world_size=0,
-    tp_rank_id=0,
-    expert_shard_type=0,
-    shared_expert_num=1,
-    shared_expert_rank_num=0,
-    quant_mode=0,
-    global_bs=0,
-    expert_token_nums_type=1,
-    comm_alg="",
-):
+    scales: torch.Tensor | None = None,
+    x_active_mask: torch.Tensor | None = None,
+    expert_scales: torch.Tensor | None = None,
+    group_tp: str = "",
+    tp_world_size: int = 0,
+    tp_rank_id: int = 0,
+    expert_shard_type: int = 0,
+    shared_expert_num: int = 1,
+    shared_expert_rank_num: int = 0,
+    quant_mode: int = 0,
+    global_bs: int = 0,
+    expert_token_nums_type: int = 1,
+    comm_alg: str = "",
+) -> tuple[torch.Tensor, torch.Tensor, Handle, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(expand_x, dynamic_scales, assist_info_for_combine, expert_token_nums, ep_recv_counts, tp_recv_counts,
     expand_scales)."""
     op = "npu_moe_distribute_dispatch_v2"
@@ -84,31 +86,31 @@ def npu_moe_distribute_dispatch_v2(
 
 @torch.no_grad()
 def npu_moe_distribute_combine_v2(
-    expand_x,
-    expert_ids,
-    assist_info_for_combine,
-    ep_send_counts,
-    expert_scales,
-    group_ep,
-    ep_world_size,
-    ep_rank_id,
-    moe_expert_num,
+    expand_x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    assist_info_for_combine: Handle,
+    ep_send_counts: torch.Tensor,
+    expert_scales: torch.Tensor,
+    group_ep: Buffer,
+    ep_world_size: int,
+    ep_rank_id: int,
+    moe_expert_num: int,
     *,
-    x_active_mask=None,
-    shared_expert_x=None,
-    group_tp="",
-    tp_world_size=0,
-    tp_rank_id=0,
-    shared_expert_num=1,
-    shared_expert_rank_num=0,
-    global_bs=0,
-    comm_quant_mode=0,
-    comm_alg="",
-    ori_x=None,
-    const_expert_alpha_1=None,
-    const_expert_alpha_2=None,
-    const_expert_v=None,
-):
+    x_active_mask: torch.Tensor | None = None,
+    shared_expert_x: torch.Tensor | None = None,
+    group_tp: str = "",
+    tp_world_size: int = 0,
+    tp_rank_id: int = 0,
+    shared_expert_num: int = 1,
+    shared_expert_rank_num: int = 0,
+    global_bs: int = 0,
+    comm_quant_mode: int = 0,
+    comm_alg: str = "",
+    ori_x: torch.Tensor | None = None,
+    const_expert_alpha_1: torch.Tensor | None = None,
+    const_expert_alpha_2: torch.Tensor | None = None,
+    const_expert_v: torch.Tensor | None = None,
+) -> torch.Tensor:
     """x: the sum over slots of expert_scales times the experts' results, plus shared_expert_x."""
     op = "npu_moe_distribute_combine_v2"
     _check_group(op, group_ep, ep_world_size, ep_rank_id, moe_expert_num)

@@ -110,7 +110,7 @@ def _styles():
     return TidegateExperts(), TidegateShard
 
 
-def register(max_tokens=MAX_TOKENS, timeout=60.0, combine="exact"):
+def register(max_tokens: int = MAX_TOKENS, timeout: float = 60.0, combine: str = "exact") -> None:
     """Expert-parallel plans of models built from now on use Tidegate; again changes the settings.
 
     The plan of Qwen3.5-MoE, Qwen3-Next and others names the style "ep_dispatch_experts" for their experts: this is
@@ -127,7 +127,7 @@ def register(max_tokens=MAX_TOKENS, timeout=60.0, combine="exact"):
     styles.register(SHARDS, shard(stock.placement, shards_expert_dim=stock.shards_expert_dim))
 
 
-def unregister():
+def unregister() -> None:
     """The stock styles again, for models built from now on; closes all buffers."""
     if _stock:
         styles, _, _ = _registry()
@@ -139,7 +139,9 @@ def unregister():
     _buffers.clear()
 
 
-def parallelize(model, mesh, max_tokens=MAX_TOKENS, timeout=60.0):
+def parallelize(
+    model: torch.nn.Module, mesh: DeviceMesh, max_tokens: int = MAX_TOKENS, timeout: float = 60.0
+) -> torch.nn.Module:
     """Spreads the experts of a model over a mesh of one dimension, as plain parameters: for models without a plan, and
     for adapters on the experts (PEFT's target_parameters), which want plain tensors. Returns the model.
 
@@ -166,7 +168,7 @@ def _mesh_has_ep(mesh):
     return "ep" in names and mesh.size(names.index("ep")) > 1
 
 
-def ep_enabled(model_or_mesh):
+def ep_enabled(model_or_mesh: object) -> bool:
     """Whether experts are spread over several processes: a mesh with a dimension "ep" of more than one rank.
 
     The mesh is the one given, or those of a model's parameters.

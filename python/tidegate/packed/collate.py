@@ -1,5 +1,8 @@
 """tidegate.pack: samples of any length as one batch without padding."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
 from tidegate.errors import PackedInputError
@@ -46,7 +49,9 @@ def _read(i, sample, ignore_index):
     return ids, labels
 
 
-def pack(samples, *, ignore_index=-100, max_tokens=None):
+def pack(
+    samples: Iterable[Any], *, ignore_index: int = -100, max_tokens: int | None = None
+) -> dict[str, torch.Tensor | int]:
     """One packed batch of a list of samples, for a model's forward or as a data collator of a Trainer.
 
     A sample is a mapping with input_ids and optionally labels (default: input_ids), or the ids alone. The result has

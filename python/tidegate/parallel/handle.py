@@ -1,14 +1,18 @@
 """tidegate.parallel.sequence_parallel: one call after tidegate.patch, and what it returns."""
 
 import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tidegate.errors import SequenceParallelError
 from tidegate.packed import support
-from tidegate.parallel import choice, inputs, whole
+from tidegate.parallel import choice, inputs, spread, whole
 from tidegate.parallel.agree import ANY, agree, fingerprint
-from tidegate.parallel.link import Link, group_of
+from tidegate.parallel.link import Link, Traffic, group_of
 from tidegate.parallel.model import OP, parallel_forward
 from tidegate.parallel.plan import SpPlan, split
 from tidegate.patch import resolve as modules
@@ -43,7 +47,9 @@ class SequenceParallel:
     """Sequence parallelism of one model over one group. `shard`, `gather` and `reduce_gradients` are for loops that
     compute their own loss; `undo` puts the model back."""
 
-    def __init__(self, root, link, mode, attention, grad_reduction):
+    def __init__(
+        self, root: torch.nn.Module, link: Link | None, mode: str, attention: str, grad_reduction: str | None
+    ) -> None:
         self.model, self.link, self.mode, self.grad_reduction = root, link, mode, grad_reduction
         self.on = link is not None and link.size > 1 and mode != "off"
         self.plan = None  # of the last step
@@ -75,6 +81,11 @@ class SequenceParallel:
             raise SequenceParallelError("the model is not patched: call tidegate.patch(model) first")
         options = self._patched.settings.options
         self.padding_free = options.padding_free
+        name = spread.tensor_parallel(root, self.link.group)
+        if name is not None:
+            raise SequenceParallelError(
+                f"{name} is under tensor parallelism over ranks of this group, which wants the same tokens on each"
+            )
         self.heads = _heads(root, options)
         self.attention = choice.attention_mode(attention, self.heads, self.link.size)
         refused = choice.refusal(self.mode, self.heads, self.link.size)
@@ -84,7 +95,7 @@ class SequenceParallel:
 
     # Steps
 
-    def shard(self, batch, starts=None):
+    def shard(self, batch: Mapping[str, Any], starts: Sequence[int] | None = None) -> dict[str, Any]:
         """This rank's part of a batch that all ranks have: keyword arguments for the model, with the plan of the step.
 
         starts: where shards begin in the flat row of real tokens, ranks + 1 numbers; equal shards if it is not given.
@@ -166,7 +177,7 @@ class SequenceParallel:
         return SpPlan(self.link, starts, found.cu, linear, self.attention, scale, tuple(found.shape), found.kept)
 
     @contextlib.contextmanager
-    def step(self):
+    def step(self) -> Iterator["SequenceParallel"]:
         """Around everything that a rank does for a step: an error before its forward is raised on all ranks."""
         self._agreed = not self.on
         try:
@@ -178,44 +189,51 @@ class SequenceParallel:
 
     # Results
 
-    def gather(self, x, dim=1, plan=None):
+    def gather(self, x: torch.Tensor, dim: int = 1, plan: SpPlan | None = None) -> torch.Tensor:
         """The shards of a tensor of the last step as a whole, without padding; see tidegate.parallel.gather."""
         return whole.gather(x, plan or self.plan, dim) if self.on else x
 
-    def restore(self, x, fill=0, plan=None):
+    def restore(self, x: torch.Tensor, fill: float = 0, plan: SpPlan | None = None) -> torch.Tensor:
         """Gathered tokens [1, T, ...] in the shape [B, T, ...] of the batch that was given."""
         return whole.restore(x, plan or self.plan, fill) if self.on else x
 
-    def reduce_gradients(self):
-        """Sums (or averages) the gradients of parameters over the ranks, where neither FSDP2 nor DDP does it."""
+    def reduce_gradients(self) -> None:
+        """Sums (or averages) the gradients of parameters over the ranks, where neither FSDP2 nor DDP does it.
+
+        Experts that are spread over these ranks have the tokens of all of them already; for a mean they are divided.
+        """
         if not self.on:
             return
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        there = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
-        self.link.sum(there, "gradients", torch.distributed.ReduceOp.MAX)
-        for parameter, wanted in zip(trained, there.tolist(), strict=True):
+        trained = spread.unreduced(self.model, self.link.group)
+        there = torch.tensor([p.grad is not None for p, _ in trained], dtype=torch.int32)
+        self.link.sum(there, "gradients", dist.ReduceOp.MAX)
+        for (parameter, lacks), wanted in zip(trained, there.tolist(), strict=True):
             if not wanted:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self.link.sum(parameter.grad, "gradients")
+            gradient = spread.local(parameter.grad)
+            if lacks:
+                self.link.sum(gradient, "gradients")
             if self.grad_reduction == "mean":
-                parameter.grad /= self.link.size
+                gradient /= self.link.size
 
     # About
 
     @property
-    def traffic(self):
+    def traffic(self) -> dict[str, Traffic]:
+        """What this rank has sent so far, by purpose."""
         return {} if self.link is None else self.link.traffic
 
-    def report(self):
+    def report(self) -> str:
         """What runs, and why."""
         if not self.on:
             return "off: " + ("mode='off'" if self.mode == "off" else "one process")
         mode = self.plan.linear if self.plan else self.mode
         return f"{self.link.size} ranks; linear attention by {mode}, full attention by {self.attention}; {self.why}"
 
-    def undo(self):
+    def undo(self) -> None:
+        """The model as it was."""
         if self._site is not None:
             self._site.undo()
             with contextlib.suppress(ValueError):
@@ -235,7 +253,14 @@ class SequenceParallel:
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def sequence_parallel(model, group_or_mesh=None, mode="auto", *, attention="auto", grad_reduction=None):
+def sequence_parallel(
+    model: torch.nn.Module,
+    group_or_mesh: "dist.ProcessGroup | DeviceMesh | None" = None,
+    mode: str = "auto",
+    *,
+    attention: str = "auto",
+    grad_reduction: str | None = None,
+) -> SequenceParallel:
     """Cuts the tokens of every forward of a patched model among the ranks of a group; see docs/sequence-parallel.md.
 
     mode: how linear attention goes: "heads", "chain", "scan", "auto" (the cheapest as measured here), or "off".

@@ -44,6 +44,8 @@ class Part(NamedTuple):
 
 
 class Shard(NamedTuple):
+    """Tokens [begin, end) of the flat row, which one rank holds."""
+
     begin: int
     end: int
     cu: tuple  # of its fragments, from 0
@@ -51,16 +53,18 @@ class Shard(NamedTuple):
     gives: bool
 
     @property
-    def tokens(self):
+    def tokens(self) -> int:
+        """How many."""
         return self.end - self.begin
 
     @property
-    def first(self):
+    def first(self) -> tuple[int, int]:
         """(begin, end) of the first fragment."""
         return self.cu[0], self.cu[1]
 
     @property
-    def last(self):
+    def last(self) -> tuple[int, int]:
+        """(begin, end) of the last fragment."""
         return self.cu[-2], self.cu[-1]
 
 
@@ -78,19 +82,23 @@ class SpPlan:
     kept: torch.Tensor | None = None  # places of the flat row's tokens in the flattened batch; None: all
 
     @property
-    def rank(self):
+    def rank(self) -> int:
+        """Of this process in the group."""
         return self.link.rank
 
     @property
-    def ranks(self):
+    def ranks(self) -> int:
+        """How many share the row."""
         return len(self.starts) - 1
 
     @property
-    def tokens(self):
+    def tokens(self) -> int:
+        """Of the whole row."""
         return self.starts[-1]
 
     @cached_property
-    def shards(self):
+    def shards(self) -> list[Shard]:
+        """Of all ranks."""
         return [self._shard(a, b) for a, b in pairwise(self.starts)]
 
     def _shard(self, begin, end):
@@ -105,42 +113,46 @@ class SpPlan:
         return self.cu[n - 1], self.cu[n]
 
     @property
-    def own(self):
+    def own(self) -> Shard:
+        """The shard of this rank."""
         return self.shards[self.rank]
 
-    def owner(self, token):
+    def owner(self, token: int) -> int:
+        """The rank that holds a token."""
         return bisect.bisect_right(self.starts, token) - 1
 
     @property
-    def left(self):
+    def left(self) -> int:
         """The rank whose state this one takes."""
         return self.owner(self.own.begin - 1)
 
     @property
-    def right(self):
+    def right(self) -> int:
+        """The rank that takes this one's state."""
         return self.owner(self.own.end)
 
     @cached_property
-    def straddles(self):
+    def straddles(self) -> bool:
         """Whether any sequence lies on more than one rank."""
         return any(shard.takes for shard in self.shards)
 
-    def meets(self, earlier, later):
+    def meets(self, earlier: int, later: int) -> bool:
         """Whether the last fragment of one rank and the first of a later one are of the same sequence."""
         a, b = self.shards[earlier], self.shards[later]
         return a.gives and b.takes and self._sequence(a.end - 1) == self._sequence(b.begin)
 
     @cached_property
-    def before(self):
+    def before(self) -> list[int]:
         """Ranks whose last fragments lie in front of this rank's first one, in order."""
         return [r for r in range(self.rank) if self.meets(r, self.rank)]
 
     @cached_property
-    def after(self):
+    def after(self) -> list[int]:
+        """Ranks whose first fragments lie behind this rank's last one, in order."""
         return [r for r in range(self.rank + 1, self.ranks) if self.meets(self.rank, r)]
 
     @cached_property
-    def parts(self):
+    def parts(self) -> list[Part]:
         """The shard in up to three parts, so that one state goes in and one comes out, however many fragments."""
         shard, last = self.own, len(self.own.cu) - 1
         cuts = sorted({0, 1 if shard.takes else 0, last - 1 if shard.gives else last, last})
@@ -156,21 +168,23 @@ class SpPlan:
         ]
 
     @cached_property
-    def local_cu(self):
+    def local_cu(self) -> torch.Tensor:
+        """Offsets of this rank's fragments."""
         return offsets(self.own.cu)
 
     @cached_property
-    def whole_cu(self):
+    def whole_cu(self) -> torch.Tensor:
+        """Offsets of all sequences."""
         return offsets(self.cu)
 
-    def halo(self, width, receiver, sender):
+    def halo(self, width: int, receiver: int, sender: int) -> tuple[int, int]:
         """Global (begin, end) of the rows of `sender` that the first fragment of `receiver` looks back at."""
         shard = self.shards[receiver]
         low = max(self._sequence(shard.begin)[0], shard.begin - width) if shard.takes else shard.begin
         begin, end = max(low, self.starts[sender]), min(shard.begin, self.starts[sender + 1])
         return (begin, end) if begin < end else (0, 0)
 
-    def groups(self, heads):
+    def groups(self, heads: int) -> list[tuple[int, int]]:
         """Ranges of heads that a chain handles one after the other: while one rank computes a group, the next rank
         computes the group before it. Short shards take fewer, so that calls do not become tiny."""
         count = min(heads, max(self.tokens // self.ranks // GRID, 1)) if self.straddles else 1

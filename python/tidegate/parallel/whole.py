@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tidegate.errors import SequenceParallelError
+from tidegate.parallel.plan import SpPlan
 
 
 def gradient_scale(scale):
@@ -53,7 +54,7 @@ class _Total(torch.autograd.Function):
         return None, gradient * ctx.scale
 
 
-def gather(x, plan, dim=1):
+def gather(x: torch.Tensor, plan: SpPlan, dim: int = 1) -> torch.Tensor:
     """The shards of x along its token dimension as one tensor, on every rank: exactly the real tokens, in order.
 
     Rows beyond the shard (a trainer's padding) are cut off first.
@@ -68,7 +69,7 @@ def gather(x, plan, dim=1):
     return _whole(plan, x.detach()).movedim(0, dim)
 
 
-def gather_loss_tensors(*tensors, plan, dim=1):
+def gather_loss_tensors(*tensors: torch.Tensor, plan: SpPlan, dim: int = 1) -> tuple[torch.Tensor, ...]:
     """What a loss is made of (log probabilities, labels, entropies, hidden states), whole and without padding."""
     return tuple(gather(x, plan, dim) for x in tensors)
 

@@ -1,10 +1,14 @@
 """tidegate.patch and its relatives: find the sites, test them, install all of them or none."""
 
 import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
 
 from tidegate._native import require
 from tidegate.errors import NothingPatchedError, OptionError, PatchConflictError, PatchError, SelfTestError
-from tidegate.options import nearest, resolve
+from tidegate.options import PatchOptions, nearest, resolve
 from tidegate.patch import hub_kernels
 from tidegate.patch import resolve as modules
 from tidegate.patch.handle import PatchHandle, PatchReport, Settings
@@ -157,15 +161,15 @@ def _covers(handle, root):
 
 
 def patch(
-    model=None,
-    ops="all",
-    options=None,
-    strict=True,
-    check="install",
-    padding_free=None,
-    scope="model",
-    replace=False,
-):
+    model: torch.nn.Module | None = None,
+    ops: str | Iterable[str] = "all",
+    options: PatchOptions | dict[str, Any] | None = None,
+    strict: bool = True,
+    check: str = "install",
+    padding_free: bool | None = None,
+    scope: str = "model",
+    replace: bool = False,
+) -> PatchHandle:
     """Puts the operators under a model; returns a handle with report() and undo(). See docs/patching.md.
 
     Without a model: for every model of the process. strict=False makes a warning of a place that was not found.
@@ -221,7 +225,7 @@ def _install(root, settings):
     return handle
 
 
-def unpatch(model):
+def unpatch(model: torch.nn.Module) -> bool:
     """Undoes the patch of a model. True if there was one."""
     handle = existing_handle(modules.core(model))
     if handle is not None:
@@ -229,13 +233,15 @@ def unpatch(model):
     return handle is not None
 
 
-def report_model(model):
+def report_model(model: torch.nn.Module) -> PatchReport:
     """The report of a model's patch; empty if it has none."""
     handle = existing_handle(modules.core(model))
     return PatchReport() if handle is None else handle.report()
 
 
-def kernelize_model(model, mode=None, device=None, use_fallback=True):
+def kernelize_model(
+    model: torch.nn.Module, mode: object = None, device: torch.device | str | None = None, use_fallback: bool = True
+) -> torch.nn.Module:
     """The same work under the name that trainers call; returns what it was given. use_fallback=False is strict."""
     kind = getattr(device, "type", str(device).split(":")[0] if device is not None else "cpu")
     if kind == "cpu":

@@ -2,7 +2,10 @@
 
 import dataclasses
 import warnings
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
 
 from tidegate import _native
 
@@ -44,11 +47,11 @@ class Row(NamedTuple):
 class PatchReport(list):
     """Rows, one a site; prints as a table. `notes` says what no row says."""
 
-    def __init__(self, rows=(), notes=()):
+    def __init__(self, rows: Iterable[Row] = (), notes: Iterable[str] = ()) -> None:
         super().__init__(rows)
         self.notes = list(notes)
 
-    def only(self, **wanted):
+    def only(self, **wanted: str) -> list[Row]:
         """The rows with these values, e.g. only(op="gdn_layer", status="installed")."""
         return [row for row in self if all(getattr(row, name) == value for name, value in wanted.items())]
 
@@ -75,15 +78,18 @@ def _kernel():
 class PatchHandle:
     """The patch of one model, or of the process. Leaving a `with` block undoes it."""
 
-    def __init__(self, model, settings, sites=(), notes=()):
+    def __init__(
+        self, model: torch.nn.Module | None, settings: Settings, sites: Iterable[Any] = (), notes: Iterable[str] = ()
+    ) -> None:
         self.model, self.settings = model, settings
         self.sites, self.notes = list(sites), list(notes)
 
     @property
-    def installed(self):
+    def installed(self) -> list[Any]:
+        """The sites that are in force."""
         return [site for site in self.sites if site.installed]
 
-    def report(self):
+    def report(self) -> PatchReport:
         """One row for every site: where, which operator, its state now, how, and why not."""
         kernel = _kernel()
         rows = []
@@ -100,7 +106,7 @@ class PatchHandle:
         ]
         return PatchReport(rows, [*self.notes, *sources])
 
-    def install(self):
+    def install(self) -> None:
         """Installs all sites that are not refused; on any failure none."""
         done = []
         try:
@@ -113,12 +119,12 @@ class PatchHandle:
                 site.undo()
             raise
 
-    def repair(self):
+    def repair(self) -> None:
         """Installs again what others have removed since."""
         for site in self.installed:
             site.repair()
 
-    def undo(self):
+    def undo(self) -> None:
         """Puts everything back. A function of ours that someone has wrapped stays and calls the original."""
         for site in reversed(self.sites):
             site.undo()
@@ -131,7 +137,7 @@ class PatchHandle:
             )
         self.sites = kept
 
-    def restore(self, sites, installed):
+    def restore(self, sites: list[Any], installed: list[Any]) -> None:
         """Takes an undo back: these were the sites, and those of them that were installed."""
         for site in installed:
             if site.active:
@@ -140,7 +146,7 @@ class PatchHandle:
                 site.active = site.installed = True
         self.sites = sites
 
-    def invalidate(self):
+    def invalidate(self) -> None:
         """Forgets what was derived from weights: call it after changing frozen weights through .data."""
         for site in self.sites:
             site.invalidate()

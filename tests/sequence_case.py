@@ -1,0 +1,165 @@
+"""What the tests of sequence parallelism share: models, batches, one process's answers, and how close they must be."""
+
+import functools
+import time
+
+import pytest
+import tiny_models as tiny
+import torch
+
+import tidegate
+from tidegate.errors import SequenceParallelError
+
+LIMIT = 1e-6
+TERM_LIMIT = 2e-6  # of A_log and dt_bias, relative to the terms of a head: the largest seen is 1.8e-6, on 41 tokens
+GATE_LIMIT = 1e-5  # of their norm over all layers: the largest seen is 7e-6, on 1000 tokens
+HEADS = {"two": {}, "three": dict(linear_num_key_heads=3, linear_num_value_heads=9, num_attention_heads=3)}
+HEADS["three"]["num_key_value_heads"] = 3  # 2 and 4 do not divide it
+GATES = ("A_log", "dt_bias")
+
+
+def batch(kind):
+    """A length, or the lengths of a pack."""
+    if isinstance(kind, int):
+        ids = tiny.tokens(1, kind)
+        return dict(input_ids=ids, labels=ids)
+    ids = tiny.tokens(1, sum(kind))[0]
+    return tidegate.pack(list(ids.split(kind)))
+
+
+@functools.cache
+def build(family, heads="two", dtype=torch.float32):
+    model = tiny.build(family, **HEADS[heads]).to(dtype)
+    options = {}
+    if dtype == torch.float64 and family != "qwen3_5":  # Transformers' own experts and router in fp64
+        model.set_experts_implementation("eager")
+        options = dict(router=False)
+    tidegate.patch(model, options=options)
+    return model
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _decays(layer, projected):
+    """The part a [..., HV] of what a layer's projection gave; Qwen3-Next has b and a of a key head side by side."""
+    if not hasattr(layer, "in_proj_ba"):
+        return projected
+    pairs = projected.unflatten(-1, (layer.num_k_heads, -1))
+    return pairs[..., pairs.shape[-1] // 2 :].flatten(-2)
+
+
+class GateTerms:
+    """The terms that gradients of A_log and dt_bias are sums of, one a token and head; seen in a run of one process.
+
+    g = -exp(A_log) softplus(z) with z = a + dt_bias: that of dt_bias is the sum of da, that of A_log the sum of
+    da softplus(z) / sigmoid(z).
+    """
+
+    def __init__(self, model):
+        self.terms, self.hooks = {}, []
+        for path, layer in model.named_modules():
+            if hasattr(layer, "A_log"):
+                name = next(n for n in ("in_proj_a", "a_proj", "in_proj_ba") if hasattr(layer, n))
+                hook = functools.partial(self._seen, path, layer)
+                self.hooks.append(getattr(layer, name).register_forward_hook(hook))
+
+    def _seen(self, path, layer, module, args, out):
+        out.register_hook(functools.partial(self._differentiated, path, layer, out.detach()))
+
+    def _differentiated(self, path, layer, out, gradient):
+        z, da = (_decays(layer, x).flatten(0, -2) for x in (out, gradient))
+        z = z + layer.dt_bias.detach()
+        self.terms[f"{path}.dt_bias"] = da
+        self.terms[f"{path}.A_log"] = da * torch.nn.functional.softplus(z) / z.sigmoid()
+
+    def of(self, found):
+        """The terms [tokens, heads] by parameter; their sums must be the gradients found."""
+        for hook in self.hooks:
+            hook.remove()
+        for name, terms in self.terms.items():
+            rounding = 1e-10 if terms.dtype == torch.float64 else LIMIT
+            error, size = (terms.double().sum(0) - found[name].double()).abs(), terms.double().abs().sum(0)
+            assert bool((error <= rounding * size).all()), (name, error / size)
+        return self.terms
+
+
+def one_process(model, arguments, kept=slice(None)):
+    """Logits, loss, gradients, and the terms of the gates' gradients. kept: the tokens whose logits count."""
+    model.zero_grad()
+    gates = GateTerms(model)
+    out = model(**arguments, use_cache=False)
+    out.loss.backward()
+    found = gradients(model)
+    return out.logits[kept].detach(), out.loss.detach(), found, gates.of(found)
+
+
+@functools.cache
+def alone(family, heads, kind, dtype=torch.float32):
+    return one_process(build(family, heads, dtype), batch(kind))
+
+
+def together(handle, model, arguments):
+    """The same of this process and the others of its group."""
+    model.zero_grad()
+    out = model(**arguments)
+    out.loss.backward()
+    handle.reduce_gradients()
+    return handle.gather(out.logits.detach()), out.loss.detach(), gradients(model)
+
+
+def distance(got, want):
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+
+
+def _of_terms(got, want, terms, names):
+    """Differences of one number a head, each relative to the sum of its terms' absolute values."""
+    sizes = [terms[name].double().abs().sum(0).clamp(min=1e-300) for name in names]
+    return torch.cat([(got[n].double() - want[n].double()).abs() / size for n, size in zip(names, sizes, strict=True)])
+
+
+def assert_gates(got, want, exact):
+    """Gradients of A_log and dt_bias have one number a head, a small rest of a sum over all tokens. Every number is
+    judged by the size of its terms (and fp64 decides, as for others). On long rows, where these are 60 times the sum,
+    that is lax: GATE_LIMIT, for all numbers of a name together, is the closer bound there."""
+    for gate in GATES:
+        names = [name for name in want[2] if name.endswith(gate)]
+        ours, one = (torch.cat([g[2][name] for name in names]) for g in (got, want))
+        assert distance(ours, one) <= GATE_LIMIT, (gate, distance(ours, one))
+        far = _of_terms(got[2], want[2], want[3], names) > TERM_LIMIT
+        if bool(far.any()):
+            limit = 2 * _of_terms(want[2], exact()[2], exact()[3], names).max()
+            found = _of_terms(got[2], exact()[2], exact()[3], names)[far]
+            assert bool((found <= limit).all()), (names, found, limit)
+
+
+def assert_same(got, want, truth):
+    """Logits, loss and gradients equal to 1e-6 of their norm. Where a gradient differs by more, fp64 decides: it may be
+    twice as far from it as one process is for the worst parameter of that name. A_log and dt_bias: see
+    above. `exact_runs` (fp64, 1e-12) is what would see a mistake in them."""
+    assert distance(got[0], want[0]) <= LIMIT, distance(got[0], want[0])
+    assert abs(float(got[1] - want[1])) <= LIMIT * float(want[1])
+    assert got[2].keys() == want[2].keys()
+    exact = functools.cache(truth)
+    assert_gates(got, want, exact)
+    for name, gradient in want[2].items():
+        if not name.endswith(GATES) and distance(got[2][name], gradient) > LIMIT:
+            alike = [other for other in want[2] if other.split(".")[-1] == name.split(".")[-1]]
+            limit = 2 * max(distance(want[2][other], exact()[2][other]) for other in alike)
+            assert distance(got[2][name], exact()[2][name]) <= limit, (name, distance(got[2][name], gradient), limit)
+
+
+def refused(call, text):
+    """Raises here as on every other rank, and soon."""
+    start = time.monotonic()
+    with pytest.raises(SequenceParallelError, match=text):
+        call()
+    assert time.monotonic() - start < 30  # 5 s on an idle machine
+
+
+class Cases(dict):
+    """The cases of a file by name; the first `size` processes take part in one."""
+
+    def add(self, name, size, function):
+        self[name] = lambda ranks: function(ranks) if ranks.rank < size else None
