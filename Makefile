@@ -33,7 +33,10 @@ install: $(VENV)/.ready core  ## build the wheel and install it into $(VENV)
 cpp: core  ## build the C++ library and its tests in $(BUILD)
 	@cmake --build $(BUILD) -j $(JOBS)
 
-test: cpp install  ## run all tests: CTest (GoogleTest) and pytest
+# The environment is downloaded while the compiler works.
+test:  ## run all tests: CTest (GoogleTest) and pytest
+	@$(MAKE) --no-print-directory -j 2 cpp $(VENV)/.ready
+	@$(MAKE) --no-print-directory install
 	@./scripts/run_tests.sh $(BUILD) $(PY)
 
 demo: install  ## train, prefill and decode a small model with and without Tidegate: curves, text, speed, differences

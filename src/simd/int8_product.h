@@ -154,33 +154,52 @@ inline int32_t sum_lanes(I32 a) {
   return total;
 }
 
-// sums[r][c] = left_r . weight_c over n inner indices; rows of the weight lie `column` apart.
+// sums[r * kInt8Panel + c * far] = left_r . weight_c over n inner indices; rows of the weight lie `step` apart.
+template <int R, int C>
+inline void dot_int8_columns(const Int8Left* left, int64_t row, const int8_t* weight, int64_t step, int64_t n,
+                             int32_t* sums, int64_t far) {
+  const uint8_t shift[4] = {kInt8Shift & 255, kInt8Shift & 255, kInt8Shift & 255, kInt8Shift & 255};
+  I32 t[R][C];
+  I32 less[C];
+  for (int c = 0; c < C; ++c) {
+    less[c] = integer_zero();
+    for (int r = 0; r < R; ++r) {
+      t[r][c] = integer_zero();
+    }
+  }
+  int64_t k = 0;
+  for (; k + kLanes * kGroup <= n; k += kLanes * kGroup) {
+    for (int c = 0; c < C; ++c) {
+      const I32 b = load_widened(weight + c * step + k);
+      less[c] = kInt8Shift != 0 ? add_groups(less[c], set1_group(shift), b) : less[c];
+      for (int r = 0; r < R; ++r) {
+        t[r][c] = add_groups(t[r][c], load_group(left + r * row + k), b);
+      }
+    }
+  }
+  for (int c = 0; c < C; ++c) {
+    for (int r = 0; r < R; ++r) {
+      int32_t total = sum_lanes(t[r][c] - less[c]);
+      for (int64_t i = k; i < n; ++i) {
+        total += (left[r * row + i] - kInt8Shift) * weight[c * step + i];
+      }
+      sums[r * kInt8Panel + c * far] = total;
+    }
+  }
+}
+
+// Columns from distant parts of the panel at a time, as many as registers allow: memory is read faster along several
+// streams if they do not share a page.
 template <int R>
 inline void dot_int8_rows(const Int8Left* left, int64_t row, const int8_t* weight, int64_t column, int64_t columns,
                           int64_t n, int32_t* sums) {
-  const uint8_t shift[4] = {kInt8Shift & 255, kInt8Shift & 255, kInt8Shift & 255, kInt8Shift & 255};
-  for (int64_t c = 0; c < columns; ++c) {
-    const int8_t* w = weight + c * column;
-    I32 t[R];
-    I32 less = integer_zero();
-    for (int r = 0; r < R; ++r) {
-      t[r] = integer_zero();
-    }
-    int64_t k = 0;
-    for (; k + kLanes * kGroup <= n; k += kLanes * kGroup) {
-      const I32 b = load_widened(w + k);
-      less = kInt8Shift != 0 ? add_groups(less, set1_group(shift), b) : less;
-      for (int r = 0; r < R; ++r) {
-        t[r] = add_groups(t[r], load_group(left + r * row + k), b);
-      }
-    }
-    for (int r = 0; r < R; ++r) {
-      int32_t total = sum_lanes(t[r] - less);
-      for (int64_t i = k; i < n; ++i) {
-        total += (left[r * row + i] - kInt8Shift) * w[i];
-      }
-      sums[r * kInt8Panel + c] = total;
-    }
+  constexpr int kStreams = R <= 2 ? 4 : 2;
+  const int64_t far = columns / kStreams;
+  for (int64_t c = 0; c < far; ++c) {
+    dot_int8_columns<R, kStreams>(left, row, weight + c * column, far * column, n, sums + c, far);
+  }
+  for (int64_t c = far * kStreams; c < columns; ++c) {
+    dot_int8_columns<R, 1>(left, row, weight + c * column, column, n, sums + c, 1);
   }
 }
 
