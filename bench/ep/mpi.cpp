@@ -2,7 +2,8 @@
 //   mpirun -np 4 tidegate_ep_bench [tokens ...]
 // The peer is what programs do without a library: sort the pairs by expert, exchange counts, pack K rows a token,
 // MPI_Alltoallv, and all the way back; then the weighted sum. Its local work uses this library's kernels, and it is not
-// charged for bringing rows into the order of experts, which dispatch does.
+// charged for bringing rows into the order of experts, which dispatch does. A second form of ours, "in_place", expands
+// nothing: see run_in_place.
 #include <mpi.h>
 #include <sched.h>
 
@@ -156,6 +157,26 @@ Times run_tidegate(ep::Buffer& buffer, const Problem& p, const TensorView& out, 
   return {middle - begin, end - middle};
 }
 
+// What tidegate.ep.experts does without gradients: experts read the rows where the senders left them, and write their
+// results into the window. Here they are copied there between the two timed parts: their work, not that of the
+// exchange.
+Times run_in_place(ep::Buffer& buffer, const Problem& p, const TensorView& out) {
+  const double begin = now();
+  ep::DispatchOptions o;
+  o.weights = p.wv;
+  const ep::HandlePtr h = buffer.dispatch(p.xv, p.iv, o);
+  const std::vector<const void*> pointers = buffer.row_pointers(*h);
+  const double dispatched = now() - begin;
+  const TensorView rows = buffer.window_rows(h->rows, kHidden, DType::kBF16);
+  for (std::int64_t j = 0; j < h->rows; ++j) {
+    std::memcpy(rows.as<std::uint16_t>() + j * rows.strides[0], pointers[static_cast<std::size_t>(j)], kHidden * 2);
+  }
+  MPI_Barrier(MPI_COMM_WORLD);
+  const double middle = now();
+  buffer.combine(rows, *h, out);
+  return {dispatched, now() - middle};
+}
+
 double median(std::vector<double> list) {
   std::nth_element(list.begin(), list.begin() + static_cast<std::ptrdiff_t>(list.size() / 2), list.end());
   return list[list.size() / 2];
@@ -183,34 +204,41 @@ void measure(std::int64_t T, int rank, int ranks) {
   const TensorView out_view = contiguous(out.data, DType::kBF16, {T, kHidden});
   const TensorView wanted_view = contiguous(wanted.data, DType::kBF16, {T, kHidden});
   const int rounds = T <= 64 ? 60 : 9;
-  std::vector<double> ours[3], theirs[3];
+  std::vector<double> times[3][3];  // of the peer, of ours, of ours in place: dispatch, combine, both
   std::int64_t bytes = 0;
+  int same = 1;
   for (int i = -2; i < rounds; ++i) {  // two rounds to touch all memory
-    MPI_Barrier(MPI_COMM_WORLD);
-    const Times a = slowest(peer.run(wanted_view));
-    MPI_Barrier(MPI_COMM_WORLD);
-    const Times b = slowest(run_tidegate(*buffer, p, out_view, bytes));
-    if (i >= 0) {
-      const double list[2][3] = {{b.dispatch, b.combine, b.dispatch + b.combine},
-                                 {a.dispatch, a.combine, a.dispatch + a.combine}};
-      for (int j = 0; j < 3; ++j) {
-        ours[j].push_back(list[0][j]);
-        theirs[j].push_back(list[1][j]);
+    const auto turn = [&](std::vector<double>(&list)[3], auto run) {
+      MPI_Barrier(MPI_COMM_WORLD);
+      const Times t = slowest(run());
+      const double parts[] = {t.dispatch, t.combine, t.dispatch + t.combine};
+      for (int j = 0; j < 3 && i >= 0; ++j) {
+        list[j].push_back(parts[j]);
       }
-    }
+    };
+    const auto compare = [&] { same &= std::memcmp(out.data, wanted.data, out.size) == 0 ? 1 : 0; };
+    turn(times[0], [&] { return peer.run(wanted_view); });
+    turn(times[1], [&] { return run_tidegate(*buffer, p, out_view, bytes); });
+    compare();
+    turn(times[0], [&] { return peer.run(wanted_view); });
+    turn(times[2], [&] { return run_in_place(*buffer, p, out_view); });
+    compare();
   }
-  int same = std::memcmp(out.data, wanted.data, out.size) == 0 ? 1 : 0;
   MPI_Allreduce(MPI_IN_PLACE, &same, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
   MPI_Allreduce(MPI_IN_PLACE, &bytes, 1, MPI_INT64_T, MPI_MAX, MPI_COMM_WORLD);
   if (rank == 0) {
     cpu_set_t cores;
     sched_getaffinity(0, sizeof cores, &cores);
-    std::printf(
-        "{\"ranks\": %d, \"tokens\": %lld, \"cores\": %d, \"dispatch\": %.4f, \"combine\": %.4f, \"total\": %.4f, "
-        "\"mpi_dispatch\": %.4f, \"mpi_combine\": %.4f, \"mpi\": %.4f, \"bytes\": %lld, \"equal\": %s}\n",
-        ranks, static_cast<long long>(T), CPU_COUNT(&cores), median(ours[0]), median(ours[1]), median(ours[2]),
-        median(theirs[0]), median(theirs[1]), median(theirs[2]), static_cast<long long>(bytes),
-        same != 0 ? "true" : "false");
+    std::printf("{\"ranks\": %d, \"tokens\": %lld, \"cores\": %d", ranks, static_cast<long long>(T), CPU_COUNT(&cores));
+    constexpr const char* kNames[3][3] = {{"mpi_dispatch", "mpi_combine", "mpi"},
+                                          {"dispatch", "combine", "total"},
+                                          {"in_place_dispatch", "in_place_combine", "in_place"}};
+    for (int way = 0; way < 3; ++way) {
+      for (int part = 0; part < 3; ++part) {
+        std::printf(", \"%s\": %.4f", kNames[way][part], median(times[way][part]));
+      }
+    }
+    std::printf(", \"bytes\": %lld, \"equal\": %s}\n", static_cast<long long>(bytes), same != 0 ? "true" : "false");
     std::fflush(stdout);
   }
 }

@@ -4,6 +4,9 @@
 
 H=7168, top-8 of 256 experts, bf16, identity experts. Times are medians of the slowest rank, in ms; each peer runs
 turn by turn with Tidegate in the same processes. Without MPI (no program given) only the second comparison runs.
+Lines "in place" are the form without expansion, in which experts read the rows in the senders' windows
+(tidegate.ep.experts without gradients): dispatch up to the row pointers, and combine of results that the experts left
+in the window. Promised ratios are those of the expanded form.
 """
 
 import argparse
@@ -140,6 +143,13 @@ def main():
                 f"{row['gloo_ratio']:6.4f} | {share}",
                 flush=True,
             )
+            if options.program:
+                row["in_place_ratio"] = row["in_place"] / row["mpi"]
+                print(
+                    f"    in place | {row['in_place_dispatch']:8.3f} {row['in_place_combine']:8.3f} "
+                    f"{row['in_place']:8.3f} | {row['mpi']:8.3f} {row['in_place_ratio']:6.3f} |",
+                    flush=True,
+                )
             rows.append(row)
     for peer, most in MOST_RATIO.items():
         ratios = [row[f"{peer}_ratio"] for row in rows if f"{peer}_ratio" in row]

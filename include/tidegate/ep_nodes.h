@@ -1,7 +1,7 @@
 // Expert parallelism over several nodes: one row for every (token, node) on the wire, ep.h inside each node.
 //
-// A token goes once to every node that holds one of its experts, to the rank of the same index there, which deals it
-// out through that node's windows. Calls are collective, as those of ep.h. Names as there.
+// A token goes once to every node that holds one of its experts, to one of the ranks there in turn, which deals it out
+// through that node's windows. Calls are collective, as those of ep.h. Names as there.
 #pragma once
 
 #include "tidegate/ep.h"
@@ -56,7 +56,7 @@ class NodesBuffer {
   Config config_;
   std::vector<std::int64_t> expert_begin_;                 // [ranks + 1]
   std::vector<std::int32_t> expert_node_, expert_number_;  // [E]
-  std::vector<int> partners_;                              // [nodes]: the rank of my index there
+  std::vector<std::vector<int>> partners_;                 // [nodes]: the ranks there that get my tokens, in turn
   std::unique_ptr<Buffer> local_;
 };
 

@@ -54,13 +54,13 @@ void for_row_tasks(std::int64_t rows, std::int64_t width, F run) {
 }
 
 // Large, aligned outputs are written past the caches (see the convolution's partition.h for the reason of 16 MB).
-inline bool should_stream_rows(const TensorView& y) {
+inline bool should_stream_rows(const TensorView& y, std::int64_t more_than = std::int64_t{16} << 20) {
   const std::int64_t bytes = dtype_bytes(y.dtype);
   std::int64_t steps = static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(y.data)) | (y.size(-1) * bytes);
   for (int d = 0; d + 1 < y.rank; ++d) {
     steps |= y.strides[d] * bytes;
   }
-  return steps % 64 == 0 && y.numel() * bytes > (std::int64_t{16} << 20);
+  return steps % 64 == 0 && y.numel() * bytes > more_than;
 }
 
 // dweight = the tasks' partial sums, added in their order.

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <ctime>
@@ -30,9 +31,10 @@ void pause() {
 #endif
 }
 
-void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value) {
+// False: the word had another value already.
+bool sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value) {
   const timespec limit{0, kSleepMilliseconds * 1000000L};
-  syscall(SYS_futex, &word, FUTEX_WAIT, value, &limit, nullptr, 0);
+  return syscall(SYS_futex, &word, FUTEX_WAIT, value, &limit, nullptr, 0) == 0 || errno != EAGAIN;
 }
 void wake_all(std::atomic<std::uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0); }
 
@@ -103,11 +105,13 @@ bool Group::arrived(int of, std::uint32_t g) const {
   return static_cast<std::int32_t>(control(of).ready.generation.load(std::memory_order_acquire) - g) >= 0;
 }
 
-bool Group::all_arrived() const {
-  // Nobody begins a generation before all have completed the last one, so this many are those of this generation.
-  const std::uint32_t wanted = generation * static_cast<std::uint32_t>(ranks);
-  return static_cast<std::int32_t>(control(rank).arrivals.count.load(std::memory_order_acquire) - wanted) >= 0;
+// Whether so many arrivals include all of this generation. There may be more: ranks that have been told everything are
+// in the next one before the last rank of this one has told everybody.
+bool Group::reached(std::uint32_t count) const {
+  return static_cast<std::int32_t>(count - generation * static_cast<std::uint32_t>(ranks)) >= 0;
 }
+
+bool Group::all_arrived() const { return reached(control(rank).arrivals.count.load(std::memory_order_acquire)); }
 
 // The same by looking at every rank. One that died between publishing and telling everybody still counts.
 bool Group::all_published() const {
@@ -127,12 +131,19 @@ void Group::exchange(std::string_view name, Op op, const Terms& terms, std::int6
   Control::Signal& ready = control(rank).ready;
   ready.op.store(op, std::memory_order_relaxed);
   ready.generation.store(generation, std::memory_order_release);
-  for (int i = 1; i <= ranks; ++i) {  // each rank begins with its neighbour: no line is wanted by all at once
-    Control::Arrivals& theirs = control((rank + i) % ranks).arrivals;
+  // Each rank begins with its neighbour: no line is wanted by all at once. All are told before any is woken, because a
+  // woken rank may take this core.
+  std::vector<bool> asleep(static_cast<std::size_t>(ranks));
+  for (int i = 1; i <= ranks; ++i) {
+    const int r = (rank + i) % ranks;
+    Control::Arrivals& theirs = control(r).arrivals;
     // Sequentially consistent, as the sleepers' side is: no sleeper is overlooked.
     const std::uint32_t count = theirs.count.fetch_add(1) + 1;
-    if (count == generation * static_cast<std::uint32_t>(ranks) && theirs.sleepers.load() != 0) {
-      wake_all(theirs.count);
+    asleep[static_cast<std::size_t>(r)] = reached(count) && theirs.sleepers.load() != 0;
+  }
+  for (int r = 0; r < ranks; ++r) {
+    if (asleep[static_cast<std::size_t>(r)]) {
+      wake_all(control(r).arrivals.count);
     }
   }
   if (!all_arrived()) {
@@ -160,12 +171,10 @@ void Group::wait(std::string_view name) {
   while (!done) {
     mine.sleepers.store(1);
     const std::uint32_t seen = mine.count.load();
-    if (!all_arrived()) {
-      sleep_while(mine.count, seen);
-    }
+    const bool slept = !reached(seen) && sleep_while(mine.count, seen);
     mine.sleepers.store(0);
-    done = all_arrived() || all_published();
-    if (!done) {
+    done = all_arrived() || (slept && all_published());
+    if (!done && slept) {
       check_others(name, begin);
     }
   }

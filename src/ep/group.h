@@ -97,7 +97,7 @@ class Group {
   char* at(int of) const { return peers_[static_cast<std::size_t>(of)].window.data(); }
   Control& control(int of) const { return *reinterpret_cast<Control*>(at(of)); }
   bool arrived(int of, std::uint32_t g) const;
-  bool all_arrived() const, all_published() const;
+  bool reached(std::uint32_t count) const, all_arrived() const, all_published() const;
   void wait(std::string_view name);
   void wake_others() const;
   void give_up(std::string_view name, std::chrono::steady_clock::time_point begin) const;

@@ -57,7 +57,6 @@ NodesBuffer::NodesBuffer(const Config& config, Wire& wire, NodeSums sums) : wire
   Config local = config;
   int my_index = 0;
   std::size_t my_node = 0;
-  std::size_t most = 1;  // ranks of another node that send to one of mine
   for (std::size_t n = 0; n < members.size(); ++n) {
     std::vector<std::int64_t> begin(1, 0);
     for (const int r : members[n]) {
@@ -74,11 +73,18 @@ NodesBuffer::NodesBuffer(const Config& config, Wire& wire, NodeSums sums) : wire
       local.expert_begin = begin.back() > 0 ? begin : std::vector<std::int64_t>{};
     }
   }
-  for (const auto& list : members) {
-    partners_.push_back(list[index(my_index) % list.size()]);
-    most = std::max(most, (list.size() + members[my_node].size() - 1) / members[my_node].size());
+  // My tokens for a node go to its ranks in turn, beginning with that of my index: more connections fill a link better.
+  // Those for my node stay here.
+  std::size_t most = 1;  // ranks of a node
+  for (auto list : members) {
+    most = std::max(most, list.size());
+    std::rotate(list.begin(), list.begin() + static_cast<std::ptrdiff_t>(index(my_index) % list.size()), list.end());
+    partners_.push_back(std::move(list));
   }
-  local.max_tokens = config.max_tokens * static_cast<std::int64_t>(most * members.size());
+  partners_[my_node] = {rank};
+  const auto here_count = static_cast<std::int64_t>(members[my_node].size());
+  local.max_tokens =
+      (config.max_tokens + here_count - 1) / here_count * static_cast<std::int64_t>(most * members.size());
   local_ = std::make_unique<Buffer>(local, my_index, static_cast<int>(members[my_node].size()));
   const std::vector<std::string> addresses = wire.all_gather(local_->address());
   std::vector<std::string> here;
@@ -125,7 +131,8 @@ NodesHandlePtr NodesBuffer::dispatch(const TensorView& x, const TensorView& ids,
   for (std::int64_t t = 0; t < h->tokens; ++t) {
     for (std::int64_t p = t * K; p < (t + 1) * K; ++p) {
       if (list[p] >= 0) {
-        const int r = partners_[index(expert_node_[index(list[p])])];
+        const std::vector<int>& there = partners_[index(expert_node_[index(list[p])])];
+        const int r = there[index(t) % there.size()];
         h->pair_rank[index(p)] = r;
         auto& tokens = h->sent[index(r)];
         if (tokens.empty() || tokens.back() != t) {

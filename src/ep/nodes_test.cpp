@@ -52,6 +52,24 @@ TEST(EpNodes, FastSumsByNode) {
   check_nodes({"a", "b", "a", "b"}, {4, 8, 2, 33, {1, 2, 0, 6}, EpCase::kUniform, DType::kF32}, NodeSums::kFast);
 }
 
+TEST(EpNodes, TokensForANodeGoToItsRanksInTurn) {
+  run_ranks(4, [&](SharedBootstrap& wire) {
+    const EpProblem p({4, 8, 1, 8, {5, 5, 5, 5}, EpCase::kOneExpert, DType::kF32});  // on the last rank
+    ep::Config config = p.config();
+    const int rank = wire.rank();
+    config.node_id = rank < 2 ? "a" : "b";
+    NodesBuffer buffer(config, wire);
+    const auto h = buffer.dispatch(p.part_of(p.x, rank), p.part_of(p.ids, rank));
+    std::vector<std::size_t> counts;
+    for (const auto& tokens : h->sent) {
+      counts.push_back(tokens.size());
+    }
+    const std::vector<std::size_t> want[] = {{0, 0, 3, 2}, {0, 0, 2, 3}, {0, 0, 5, 0}, {0, 0, 0, 5}};
+    EXPECT_EQ(counts, want[rank]);
+    EXPECT_EQ(h->inner->rows, rank == 3 ? 20 : 0);
+  });
+}
+
 TEST(EpNodes, Errors) {
   run_ranks(1, [](SharedBootstrap& wire) {
     const EpProblem p({1, 4, 2, 8, {3}, EpCase::kUniform, DType::kF32});

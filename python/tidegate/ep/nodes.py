@@ -1,8 +1,9 @@
 """Expert parallelism over several nodes: one row for every (token, node), over torch.distributed.
 
-A token goes once to every node that holds one of its experts, to the rank of the same index there, which then deals it
-out inside its node through a Buffer. On the way back results return unsummed ("exact": the bits of one process) or
-summed up by node ("fast": one row for every token and node, rounded once more).
+A token goes once to every node that holds one of its experts, to one of the ranks there, which then deals it out inside
+its node through a Buffer. Neighbouring tokens go to different ranks: more connections fill a link better. On the way
+back results return unsummed ("exact": the bits of one process) or summed up by node ("fast": one row for every token
+and node, rounded once more).
 """
 
 from collections.abc import Sequence
@@ -27,12 +28,12 @@ def nodes_of(group, node=None):
 class NodesHandle:
     """Where the tokens of this rank went, and the handle of those that came here."""
 
-    def __init__(self, inner, tokens, sent, received, pairs, node_ids, weights):
+    def __init__(self, inner, tokens, sent, received, pairs, pair_rank, weights):
         self.inner, self.tokens, self.weights = inner, tokens, weights
         self.sent = sent  # by rank: the tokens that went there
         self.received = received  # by rank: how many came from there
         self.pairs = pairs  # bool [tokens that came, K]: pairs of experts of this node
-        self.node_ids = node_ids  # int32 [T,K]: the node of a pair's expert, -1: nobody
+        self.pair_rank = pair_rank  # int64 [T,K]: the rank that a pair's token went to, -1: nobody
 
     def __getattr__(self, name):  # expert_rows, row_expert, row_weights, ...: those of the rows that came here
         return getattr(self.__dict__["inner"], name)
@@ -67,9 +68,10 @@ class NodesBuffer:
         self.nodes = list(dict.fromkeys(names))  # in the order of their first ranks
         members = [[r for r in range(self.ranks) if names[r] == name] for name in self.nodes]
         self.node = self.nodes.index(names[self.rank])
+        # My tokens for a node go to its ranks in turn, beginning with that of my index; those for my node stay here.
         index = members[self.node].index(self.rank)
-        # My tokens for a node go to the rank with my index there.
-        self.partners = [ranks[index % len(ranks)] for ranks in members]
+        self.partners = [ranks[index % len(ranks) :] + ranks[: index % len(ranks)] for ranks in members]
+        self.partners[self.node] = [self.rank]
         self.expert_begin = expert_begin or [r * experts // self.ranks for r in range(self.ranks + 1)]
         # An expert's node, and its number among the experts of that node.
         self.node_of = torch.empty(experts, dtype=torch.int32)
@@ -85,13 +87,13 @@ class NodesBuffer:
                 begin.append(begin[-1] + count)
             local_begin.append(begin)
         groups = [dist.new_group([dist.get_global_rank(self.group, r) for r in ranks]) for ranks in members]
-        sources = max(-(-len(ranks) // len(members[self.node])) for ranks in members) * len(members)
+        most = max(len(ranks) for ranks in members) * -(-max_tokens // len(members[self.node]))  # from one node
         self.local = Buffer(
             groups[self.node],
             experts=max(local_begin[self.node][-1], 1),
             slots=slots,
             row_bytes=row_bytes,
-            max_tokens=max_tokens * sources,
+            max_tokens=most * len(members),
             expert_begin=local_begin[self.node] if local_begin[self.node][-1] else None,
             node_id=names[self.rank],
             **options,
@@ -137,13 +139,14 @@ class NodesBuffer:
                 f"ep_dispatch: ids: expected -1 or 0..{self.experts - 1}, got {int(ids.min())} to {int(ids.max())}"
             )
         known = ids.clamp(min=0).long()
-        node_ids = torch.where(ids < 0, -1, self.node_of[known])
         numbers = self.number_of[known]
+        turn = torch.arange(x.shape[0])
+        partner = torch.stack([torch.tensor(ranks)[turn % len(ranks)] for ranks in self.partners], 1)
+        pair_rank = torch.where(ids < 0, -1, partner.gather(1, self.node_of[known].long()))
         w = torch.ones(ids.shape) if weights is None else weights.detach().float()
         sent, lists = [], []
         for r in range(self.ranks):
-            n = self.partners.index(r) if r in self.partners else None
-            here = node_ids == n if n is not None else torch.zeros_like(node_ids, dtype=torch.bool)
+            here = pair_rank == r
             tokens = here.any(1).nonzero()[:, 0]
             sent.append(tokens)
             lists.append(torch.cat([numbers.masked_fill(~here, -1)[tokens], w[tokens].view(torch.int32)], 1))
@@ -155,7 +158,7 @@ class NodesBuffer:
         numbers, w = (part.contiguous() for part in came.chunk(2, 1))
         rows = self._forward(x, sent, received)
         inner = self.local.dispatch(rows, numbers, w.view(torch.float32), needs_backward=needs_backward)
-        return NodesHandle(inner, x.shape[0], sent, received, numbers >= 0, node_ids, weights)
+        return NodesHandle(inner, x.shape[0], sent, received, numbers >= 0, pair_rank, weights)
 
     def expand(self, handle: NodesHandle, out: torch.Tensor | None = None) -> torch.Tensor:
         """The rows that came here, as Buffer.expand."""
@@ -169,18 +172,15 @@ class NodesBuffer:
         """One number for every pair: [T,K]."""
         _, values = self.local.combine(None, handle.inner, row_values=row_values)
         back = self._all_to_all(values, handle.received, [len(t) for t in handle.sent])
-        out = torch.zeros(handle.node_ids.shape)
+        out = torch.zeros(handle.pair_rank.shape)
         return out.index_add_(0, torch.cat(handle.sent), back)  # a pair has one node, the others gave 0
 
     def _exact(self, y, handle, weights, shared_x):
         rows = self.local.collect(y, handle.inner)[handle.pairs.view(-1)]
         counts = [int(part.sum()) for part in handle.pairs.split(handle.received)]
-        here = [
-            handle.node_ids[tokens] == (self.partners.index(r) if r in self.partners else -2)
-            for r, tokens in enumerate(handle.sent)
-        ]
+        here = [handle.pair_rank[tokens] == r for r, tokens in enumerate(handle.sent)]
         back = self._all_to_all(rows, counts, [int(pairs.sum()) for pairs in here])
-        pos = torch.full(handle.node_ids.shape, -1, dtype=torch.int32)
+        pos = torch.full(handle.pair_rank.shape, -1, dtype=torch.int32)
         first = 0
         for tokens, pairs in zip(handle.sent, here, strict=True):
             places = pos[tokens]
