@@ -18,12 +18,15 @@ from sequence_case import (  # noqa: E402
     batch,
     build,
     distance,
+    needs_support,
     one_process,
     refused,
     together,
 )
 
 from tidegate.parallel import gather_loss_tensors, sequence_parallel  # noqa: E402
+
+pytestmark = needs_support
 
 
 def equal_runs(family, heads, kind, size, mode, attention, ranks):

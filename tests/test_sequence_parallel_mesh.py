@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
-from sequence_case import Cases, alone, assert_same, batch, build, gradients, refused, together  # noqa: E402
+from sequence_case import Cases, alone, assert_same, batch, build, gradients, needs_support, refused, together  # noqa: E402
 
 import tidegate  # noqa: E402
 from tidegate.parallel import sequence_parallel  # noqa: E402
+
+pytestmark = needs_support
 
 WORLD = 4
 ROWS = ((30, 11), (20, 25))  # of the two ranks along the other dimension

@@ -9,11 +9,13 @@ import torch
 pytest.importorskip("transformers")
 
 import tiny_models as tiny  # noqa: E402
-from sequence_case import LIMIT, Cases, alone, assert_same, batch, build, distance, refused, together  # noqa: E402
+from sequence_case import LIMIT, Cases, alone, assert_same, batch, build, distance, needs_support, refused, together  # noqa: E402
 
 import tidegate  # noqa: E402
 from tidegate.errors import SequenceParallelError  # noqa: E402
 from tidegate.parallel import sequence_parallel  # noqa: E402
+
+pytestmark = needs_support
 
 WORLD = 3
 
