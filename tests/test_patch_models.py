@@ -175,7 +175,7 @@ def outcome(call):
     """What a call gives, or the text of its error: not every release can generate in every way."""
     try:
         return call()
-    except (ValueError, NotImplementedError, AttributeError, TypeError, RuntimeError) as error:
+    except (ValueError, NotImplementedError, AttributeError, KeyError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
 
 
