@@ -5,8 +5,7 @@ CPU tensors, so there our backend serves them at once.
 """
 
 import importlib
-
-from torch import nn
+import sys
 
 from tidegate import fla_backend, moe
 
@@ -27,38 +26,41 @@ class Registration(dict):
         unregister()
 
 
-class _GatedDeltaNet(nn.Module):
-    """The forward that `kernels` gives to a layer; it wants the kinds of parameters that the original has."""
+def _run(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+    """The forward that `kernels` gives to a layer."""
+    from tidegate.patch.gdn_families import misfit, spec_of
+    from tidegate.patch.gdn_forward import fused_forward
 
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        from tidegate.patch.gdn_families import misfit, spec_of
-        from tidegate.patch.gdn_forward import fused_forward
-
-        spec = spec_of(self)
-        function = type(self).forward if spec is None or misfit(self, spec) else fused_forward(spec, "hf")
-        return function(self, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
+    spec = spec_of(self)
+    function = type(self).forward if spec is None or misfit(self, spec) else fused_forward(spec, "hf")
+    return function(self, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
 
 
 class _Here:
     """What `kernels` takes for a repository: our layer class, already loaded."""
 
+    def __init__(self, name):
+        self.name = name
+
     def load(self):
-        return _GatedDeltaNet
+        from tidegate.patch.hub_kernels import layer_class
+
+        models = [m for key, m in list(sys.modules.items()) if key.startswith("transformers.models.")]
+        found = (vars(m).get(self.name) for m in models)
+        original = next((cls for cls in found if getattr(cls, "kernel_layer_name", None) == self.name), None)
+        return layer_class("gdn_layer", _run, _run if original is None else original.forward)
 
     def __hash__(self):
-        return hash(_Here)
+        return hash((_Here, self.name))
 
     def __eq__(self, other):
-        return isinstance(other, _Here)
+        return isinstance(other, _Here) and self.name == other.name
 
 
 def _fill_kernels():
     try:
         kernels = importlib.import_module("kernels")
-        kernels.register_kernel_mapping({name: {"cpu": _Here()} for name in LAYERS})
+        kernels.register_kernel_mapping({name: {"cpu": _Here(name)} for name in LAYERS})
     except Exception as error:  # not installed, or another release of it
         return f"not used: {type(error).__name__}: {error}"
     return f"{', '.join(LAYERS)} for CPUs: model.set_use_kernels(True) selects it"

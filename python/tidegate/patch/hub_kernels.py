@@ -1,5 +1,7 @@
 """Models that use the `kernels` package: it resets forwards of instances, so it must know ours to put them back."""
 
+import inspect
+
 from tidegate.patch.site import ForwardSite, record_of
 
 
@@ -11,43 +13,36 @@ def _run(module, op, *args, **kwargs):
     return function(module, *args, **kwargs)
 
 
-def _layer_class(op):
-    """A class as the registry wants it: a forward with the original's kinds of parameters, and two flags."""
+def layer_class(name, run, original):
+    """A class as the registry wants it: a forward with the original's kinds of parameters, and two flags. Decorators of
+    some releases hide the parameters, so they are taken from the original as it is seen."""
     from torch import nn
 
-    if op == "gdn_layer":
+    def forward(self, *args, **kwargs):
+        return run(self, *args, **kwargs)
 
-        def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-            return _run(self, op, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
-
-    elif op == "gated_rmsnorm":
-
-        def forward(self, hidden_states, gate):
-            return _run(self, op, hidden_states, gate)
-
-    else:
-
-        def forward(self, x):
-            return _run(self, op, x)
-
-    forward.tidegate = op
-    return type(f"Tidegate_{op}", (nn.Module,), {"forward": forward, "can_torch_compile": True, "has_backward": True})
+    if original is not None:
+        forward.__signature__ = inspect.signature(original)
+    return type(f"Tidegate_{name}", (nn.Module,), {"forward": forward, "can_torch_compile": True, "has_backward": True})
 
 
 class _Here:
     """A "repository" that is already in the process."""
 
-    def __init__(self, op):
-        self.op = op
+    def __init__(self, op, cls):
+        self.key = op, cls
 
     def load(self):
-        return _layer_class(self.op)
+        op, cls = self.key
+        found = layer_class(op, lambda module, *args, **kwargs: _run(module, op, *args, **kwargs), cls.forward)
+        found.forward.tidegate = op
+        return found
 
     def __hash__(self):
-        return hash((_Here, self.op))
+        return hash((_Here, self.key))
 
     def __eq__(self, other):
-        return isinstance(other, _Here) and self.op == other.op
+        return isinstance(other, _Here) and self.key == other.key
 
 
 def register(root, sites):
@@ -59,4 +54,4 @@ def register(root, sites):
     for site in sites:
         name = getattr(type(site.module), "kernel_layer_name", None)
         if name is not None and isinstance(site, ForwardSite) and site.op in ("gdn_layer", "gated_rmsnorm", "rmsnorm"):
-            register_kernel_mapping({name: {"cpu": _Here(site.op)}})
+            register_kernel_mapping({name: {"cpu": _Here(site.op, type(site.module))}})
