@@ -163,6 +163,55 @@ def test_same_weights_replay_bitwise_with_checkpointing(model):
         assert error(found[name], want[name]) < 1e-6, name
 
 
+def _checkpointed(model, on):
+    model.train()
+    if on:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("mode", ["replaying", "recording"])
+def test_several_calls_before_a_backward_with_checkpointing(model, mode, inside):
+    """Each layer that is computed again takes the experts of its own forward, also when the context is left by then."""
+    recorder, rows = RouterRecorder(model), [tiny_models.tokens(1, n, seed=n) for n in (20, 20, 13)]
+    with recorder.recording():
+        for ids in rows:
+            tiny_models.logits(model, ids)
+    if mode == "replaying":
+        with torch.no_grad():
+            for i, module in enumerate(routers(model)):  # they would choose others now
+                module.weight.copy_(torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(i)))
+
+    def gradients(checkpointed):
+        _checkpointed(model, checkpointed)
+        model.zero_grad()
+        with getattr(recorder, mode)():
+            loss = sum(model(input_ids=ids, labels=ids, use_cache=False).loss for ids in rows)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    want, got = gradients(False), gradients(True)
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_equal_logits_with_other_experts_cannot_be_told_apart(model):
+    recorder, rows = RouterRecorder(model), [tiny_models.tokens(1, 9, seed=n) for n in (1, 2)]
+    with recorder.recording():
+        for ids in rows:
+            tiny_models.logits(model, ids)
+    with torch.no_grad():
+        for module in routers(model):
+            module.weight.zero_()
+    _checkpointed(model, True)
+    with pytest.raises(ReplayError, match="tell them apart"), recorder.replaying():
+        sum(model(input_ids=ids, labels=ids, use_cache=False).loss for ids in rows).backward()
+
+
 def test_replay_that_does_not_fit(model):
     recorder, ids = RouterRecorder(model), tiny_models.tokens(1, 9)
     with recorder.recording():

@@ -17,8 +17,14 @@ class Choice(NamedTuple):
     digest: int
 
 
-def _digest(ids):
-    return int.from_bytes(hashlib.blake2b(ids.numpy().tobytes(), digest_size=8).digest(), "little")
+def _digest(tensor):
+    data = tensor.detach().contiguous().view(torch.uint8).numpy()
+    return int.from_bytes(hashlib.blake2b(data.tobytes(), digest_size=8).digest(), "little")
+
+
+def in_backward() -> bool:
+    """Whether a layer is being computed again for its gradient (checkpointing)."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class RouterRecorder:
@@ -28,7 +34,8 @@ class RouterRecorder:
     with recorder.replaying(): model(...)      # the same calls again; weights and gradients are the present ones
 
     Replay raises ReplayError for another shape, changed ids, a missing or a left-over choice.
-    Layers that are computed again during a backward (gradient checkpointing) get the choice of their forward.
+    Layers that are computed again during a backward (gradient checkpointing), inside the context or after it, get the
+    choice of their forward: it is found by the logits, which have the same bits.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -43,6 +50,7 @@ class RouterRecorder:
         self._replay = False
         self.choices = {site.path: [] for site in sites}
         self._next = dict.fromkeys(self.choices, 0)  # which choice a layer comes to
+        self._replayed = {path: {} for path in self.choices}  # of the last replay, by the digest of the logits
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -64,8 +72,9 @@ class RouterRecorder:
             if site.recorder is not None:
                 raise ReplayError(f"RouterRecorder: {site.path}: expected one recorder at a time, got two")
         self._replay, self._next = replay, dict.fromkeys(self.choices, 0)
+        self._replayed = {path: {} for path in self.choices}
         for site in self._sites:
-            site.recorder = self
+            site.recorder, site.replayed = self, self if replay else None
         try:
             yield self
         finally:
@@ -85,14 +94,14 @@ class RouterRecorder:
             if done != len(self.choices[path]):
                 raise ReplayError(f"{path}: expected {len(self.choices[path])} calls as recorded, got {done}")
 
-    def chosen(self, path: str, tokens: int, slots: int) -> torch.Tensor | None:
+    def chosen(self, path: str, logits: torch.Tensor, slots: int) -> torch.Tensor | None:
         """For the router: the ids that it must take, or None."""
-        again = torch._C._current_graph_task_id() != -1  # inside a backward
-        if not self._replay and not again:
+        if in_backward():
+            return self._chosen_before(path, logits)
+        if not self._replay:
             return None
-        list_ = self.choices[path]
-        step = (self._next[path] if self._replay else len(list_)) - again
-        if not 0 <= step < len(list_):
+        list_, step, tokens = self.choices[path], self._next[path], logits.shape[0]
+        if step >= len(list_):
             raise ReplayError(f"{path}: expected {len(list_)} calls as recorded, got one more")
         choice = list_[step]
         if choice.ids.shape != (tokens, slots):
@@ -100,11 +109,21 @@ class RouterRecorder:
             raise ReplayError(f"{path}, call {step}: expected {list(choice.ids.shape)} as recorded, got {got}")
         if _digest(choice.ids) != choice.digest:
             raise ReplayError(f"{path}, call {step}: expected ids as recorded, got changed ones")
-        self._next[path] += self._replay and not again
+        self._next[path] += 1
+        self._replayed[path].setdefault(_digest(logits), {})[choice.digest] = choice.ids
         return choice.ids
+
+    def _chosen_before(self, path, logits):
+        """The choice of the replayed call with these logits; None for a call that was free: it is free again."""
+        found = list(self._replayed[path].get(_digest(logits), {}).values())
+        if len(found) > 1:
+            raise ReplayError(
+                f"{path}: expected other logits in calls with other experts, to tell them apart in backward"
+            )
+        return found[0] if found else None
 
     def keep(self, path: str, ids: torch.Tensor) -> None:
         """For the router: what it has chosen."""
-        if not self._replay and torch._C._current_graph_task_id() == -1:
+        if not self._replay and not in_backward():
             ids = ids.detach().clone()
             self.choices[path].append(Choice(ids, _digest(ids)))

@@ -10,6 +10,7 @@ from tidegate.patch.code import argument_names
 from tidegate.patch.resolve import is_sharded, named_modules, unreadable
 from tidegate.patch.selftest import error
 from tidegate.patch.site import ForwardSite, Site, call_original, foreign_forward
+from tidegate.recorder import in_backward
 
 OP = "router"
 KNOWN = ("Qwen3_5MoeTopKRouter", "Qwen3NextTopKRouter", "Qwen4ExpTextTopKRouter")
@@ -21,6 +22,7 @@ class RouterSite(ForwardSite):
 
     probabilities = False
     recorder = None  # a RouterRecorder while it records or replays
+    replayed = None  # the last one that replayed, for layers that are computed again later
 
 
 def _logits(site, rows, weight):
@@ -35,12 +37,14 @@ def forward(self, hidden_states):
         return call_original(self, OP, hidden_states)  # autocast and sharding know what to do
     logits = _logits(site, hidden_states.reshape(-1, self.weight.shape[1]), self.weight)
     recorder = site.recorder
+    if recorder is None and site.replayed is not None and in_backward():
+        recorder = site.replayed
     ids, weights, *probabilities = moe_route(
         logits,
         self.top_k,
         renormalise=getattr(self, "norm_topk_prob", True),
         weights_dtype=torch.float32 if site.probabilities else None,
-        replay_ids=None if recorder is None else recorder.chosen(site.path, logits.shape[0], self.top_k),
+        replay_ids=None if recorder is None else recorder.chosen(site.path, logits, self.top_k),
         return_probs=site.probabilities,
     )
     if recorder is not None:
