@@ -9,6 +9,7 @@ import tidegate
 from tidegate.errors import PackedInputError, SequenceParallelError
 from tidegate.parallel import choice, sequence_parallel
 from tidegate.parallel.inputs import read
+from tidegate.parallel.link import group_of
 from tidegate.parallel.plan import SpPlan, split
 
 
@@ -126,3 +127,12 @@ def test_one_process_is_left_alone():
     assert "_tidegate" not in model.__dict__ and handle.gather(batch["input_ids"]) is batch["input_ids"]
     with pytest.raises(ValueError, match="mode: expected"):
         tidegate.parallel.sequence_parallel(model, None, mode="ulysses")
+
+
+def test_several_processes_without_a_group_are_refused(monkeypatch):
+    assert group_of(None) is None
+    with pytest.raises(ValueError, match="expected None before .*init_process_group, got str"):
+        group_of("chain")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2.*init_process_group first"):
+        group_of(None)

@@ -1,5 +1,6 @@
 """A process group that counts what goes through it. Tensors travel as bytes: gloo does not know every type."""
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -79,7 +80,15 @@ def group_of(group_or_mesh):
     """The process group that a user means, or None: there is nothing to share."""
     if not dist.is_available() or not dist.is_initialized():
         if group_or_mesh is not None:
-            raise ValueError("sequence_parallel: group_or_mesh: expected None without torch.distributed, got a group")
+            raise ValueError(
+                "sequence_parallel: group_or_mesh: expected None before torch.distributed.init_process_group, got "
+                f"{type(group_or_mesh).__name__}"
+            )
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # a launcher has started several: one alone is a mistake
+            raise ValueError(
+                f"sequence_parallel: WORLD_SIZE is {os.environ['WORLD_SIZE']}, but there is no process group: call "
+                "torch.distributed.init_process_group first"
+            )
         return None
     if group_or_mesh is None:
         return dist.group.WORLD
