@@ -174,6 +174,14 @@ def test_gradcheck():
         assert torch.autograd.gradcheck(lambda z: tidegate.moe_route(z, 2, renormalise)[1], (z,))  # noqa: B023
 
 
+def test_low_rank_factors_without_a_scale():
+    ids, floats = make_experts(4, 5, 3, 3, 2, 2, torch.float32)
+    a, b = torch.randn(3, 2, 5), torch.randn(3, 6, 2)
+    for lora, got in (((a, b), "2 items"), (a, "Tensor")):
+        with pytest.raises(ValueError, match=f"gate_up_lora: expected .a, b, scale., got {got}"):
+            tidegate.moe_experts(floats[0], ids, *floats[1:4], gate_up_lora=lora)
+
+
 def test_permute_and_back():
     ids = torch.randint(-1, 5, (30, 3))
     counts, src, pos = tidegate.ops.moe_init_routing(ids, num_experts=5)

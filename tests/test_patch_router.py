@@ -226,7 +226,8 @@ def test_replay_that_does_not_fit(model):
         with recorder.replaying():
             tiny_models.logits(model, ids)
             tiny_models.logits(model, ids)
-    first = next(iter(recorder.choices.values()))[0].ids
+    path = next(iter(recorder.choices))
+    first = recorder.choices[path][0].ids
     first[0, 0] = 3 - first[0, 0]
     with pytest.raises(ReplayError, match="got changed ones"):
         with recorder.replaying():
@@ -237,6 +238,9 @@ def test_replay_that_does_not_fit(model):
     with pytest.raises(ValueError, match=r"replay_ids\[0,0\]: expected -1 or 0..3, got 4"):
         with recorder.replaying():
             tiny_models.logits(model, ids)
+    for wrong, got in ((5, "int"), ({**state, path: 5}, "int"), ({**state, path: [first.float()]}, r"\['float32 \[")):
+        with pytest.raises(ReplayError, match=got):
+            recorder.load_state_dict(wrong)
     with recorder.recording(), pytest.raises(ReplayError, match="one recorder at a time"):
         with RouterRecorder(model).recording():
             pass

@@ -20,11 +20,12 @@ std::tuple<Tensor, Tensor, Tensor> route_fwd(Tensor logits, Optional replay_ids,
                                              std::optional<ScalarType> weights_dtype, bool output_probs) {
   constexpr std::string_view op = "moe_route_fwd";
   const TensorView z = dense(op, "logits", logits);
-  check(top_k >= 1, op, ": top_k: expected at least 1, got ", top_k);
-  const std::int64_t T = size_of(z, 0);
+  const std::int64_t T = size_of(z, 0), E = size_of(z, 1);
+  // Before anything of this size is allocated; a wrong rank is reported by the operator.
+  check(z.rank != 2 || (top_k >= 1 && top_k <= E), op, ": top_k: expected 1 to ", E, " (experts), got ", top_k);
   Tensor ids = empty({T, top_k}, ScalarType::Int);
   Tensor weights = empty({T, top_k}, weights_dtype.value_or(scalar_type(z.dtype)));
-  Tensor probs = output_probs ? empty({T, size_of(z, 1)}, wide(z)) : nothing(wide(z));
+  Tensor probs = output_probs ? empty({T, E}, wide(z)) : nothing(wide(z));
   moe_route_fwd(z, index_view(op, "replay_ids", replay_ids), index_view(op, "ids", ids), view(op, "weights", weights),
                 output_probs ? view(op, "probs", probs) : TensorView{},
                 route_options(op, renormalise, logits_rounding));

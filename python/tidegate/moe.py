@@ -55,6 +55,15 @@ def grouped_matmul(
     )
 
 
+def _low_rank(name, lora):
+    if lora is None:
+        return None, None, 1.0
+    if not isinstance(lora, (tuple, list)) or len(lora) != 3:
+        got = f"{len(lora)} items" if isinstance(lora, (tuple, list)) else type(lora).__name__
+        raise ValueError(f"moe_experts: {name}: expected (a, b, scale), got {got}")
+    return lora
+
+
 def moe_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -78,9 +87,8 @@ def moe_experts(
     x [T,H], ids and weights [T,k], gate_up [E,2I,H], down [E,H,I] as models store them; id -1 is nobody.
     gate_up_lora and down_lora, (a [E,r,K], b [E,N,r], scale), add scale b a to a weight [N,K] without forming it.
     """
-    (gate_up_a, gate_up_b, gate_up_scale), (down_a, down_b, down_scale) = (
-        lora or (None, None, 1.0) for lora in (gate_up_lora, down_lora)
-    )
+    gate_up_a, gate_up_b, gate_up_scale = _low_rank("gate_up_lora", gate_up_lora)
+    down_a, down_b, down_scale = _low_rank("down_lora", down_lora)
     return ops.moe_experts_fwd(
         x,
         ids,

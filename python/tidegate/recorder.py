@@ -22,6 +22,16 @@ def _digest(tensor):
     return int.from_bytes(hashlib.blake2b(data.tobytes(), digest_size=8).digest(), "little")
 
 
+def _is_choice(ids):
+    return isinstance(ids, torch.Tensor) and ids.dtype == torch.int32 and ids.dim() == 2
+
+
+def _kind(value):
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
+
+
 def in_backward() -> bool:
     """Whether a layer is being computed again for its gradient (checkpointing)."""
     return torch._C._current_graph_task_id() != -1
@@ -62,8 +72,15 @@ class RouterRecorder:
 
     def load_state_dict(self, state: dict[str, list[torch.Tensor]]) -> None:
         """What state_dict gave, of a model with the same layers."""
-        if state.keys() != self.choices.keys():
-            raise ReplayError(f"RouterRecorder: state: expected layers {list(self.choices)}, got {list(state)}")
+        if not isinstance(state, dict) or state.keys() != self.choices.keys():
+            got = list(state) if isinstance(state, dict) else type(state).__name__
+            raise ReplayError(f"RouterRecorder: state: expected layers {list(self.choices)}, got {got}")
+        for path, calls in state.items():
+            if not isinstance(calls, (list, tuple)) or not all(map(_is_choice, calls)):
+                got = [_kind(ids) for ids in calls] if isinstance(calls, (list, tuple)) else _kind(calls)
+                raise ReplayError(
+                    f"RouterRecorder: state[{path!r}]: expected a list of int32 tensors [tokens, slots], got {got}"
+                )
         self.choices = {path: [Choice(ids, _digest(ids)) for ids in list_] for path, list_ in state.items()}
 
     @contextlib.contextmanager

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <string>
 
 #include "base/element.h"
 #include "tidegate/parallel.h"
@@ -25,10 +26,9 @@ const std::int32_t* read_indices(std::string_view op, Named t, std::int64_t limi
       const std::int64_t at = r * v.strides[0] + c * step;
       const std::int64_t id = v.dtype == DType::kI32 ? v.as<const std::int32_t>()[at] : v.as<const std::int64_t>()[at];
       if ((id < -1 || id >= limit) && id != foreign) [[unlikely]] {
-        if (v.rank == 2) {
-          check(false, op, ": ", t.name, "[", r, ",", c, "]: expected -1 or 0..", limit - 1, ", got ", id);
-        }
-        check(false, op, ": ", t.name, "[", r, "]: expected -1 or 0..", limit - 1, ", got ", id);
+        const std::string column = v.rank == 2 ? "," + std::to_string(c) : "";
+        const std::string others = limit > 0 ? " or 0.." + std::to_string(limit - 1) : " (there are none)";
+        check(false, op, ": ", t.name, "[", r, column, "]: expected -1", others, ", got ", id);
       }
       out[r * columns + c] = id == foreign ? -1 : static_cast<std::int32_t>(id);
     }

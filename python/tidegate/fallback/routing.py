@@ -61,7 +61,7 @@ def moe_route_fwd(
 ):
     op, E = "moe_route_fwd", logits.shape[1]
     if not 1 <= top_k <= E:
-        refuse(op, "k", f"1 to {E} (experts)", top_k)
+        refuse(op, "top_k", f"1 to {E} (experts)", top_k)
     z = _logits(op, logits, logits_rounding)
     ids = None if replay_ids is None else expert_ids(op, replay_ids, E, name="replay_ids")
     _check_rows(op, logits, ids, top_k)
