@@ -209,27 +209,40 @@ std::string judge(const Line& line, const Problem& p, Tally& tally, std::int64_t
   return leak(p, got);
 }
 
+double rounded_to(DType type, double value) {
+  double bits = 0.0;
+  const TensorView one = contiguous(&bits, type, {1});
+  write_element(one, 0, value);
+  return read_element(one, 0);
+}
+
 void Tally::add(const std::string& name, const TensorView& got, const TensorView& truth, const Part& part) {
   Sums& s = sums_[name + " " + std::string(dtype_name(got.dtype))];
   for (std::int64_t i = 0; i < truth.numel(); ++i) {
     const double g = read_element(got, test::offset_at(got, i)), t = read_element(truth, test::offset_at(truth, i));
     if (std::isfinite(t)) {
+      const double rounded = rounded_to(got.dtype, t);
       s.error += (g - t) * (g - t);
+      s.rounding += std::isfinite(rounded) ? (rounded - t) * (rounded - t) : 0.0;
       s.truth += t * t;
       ++s.elements;
     }
   }
+  s.type = got.dtype;
   s.bound = std::max(s.bound, part.rms > 0.0 ? part.rms : test::stored(got.dtype, part.bound));
 }
 
 bool Tally::print(const std::string& prefix) const {
   bool good = true;
   for (const auto& [name, s] : sums_) {
-    const double rms = s.truth > 0.0 ? std::sqrt(s.error / s.truth) : std::sqrt(s.error);
+    const double norm = s.truth > 0.0 ? std::sqrt(s.truth) : 1.0;
+    const double rms = std::sqrt(s.error) / norm, rounding = std::sqrt(s.rounding) / norm;
+    const double usual = 0.425 * test::rounding_of(s.type);  // of mantissas that are evenly spread
+    const double bound = s.bound + std::max(0.0, rounding - usual);
     // Some hundred elements have no rms error to speak of.
-    const bool above = s.elements >= 10000 && rms > s.bound;
-    std::printf("%s%-44s %10lld elements, rms error %.1e, bound %.1e%s\n", prefix.c_str(), name.c_str(),
-                static_cast<long long>(s.elements), rms, s.bound, above ? "  ABOVE" : "");
+    const bool above = s.elements >= 10000 && rms > bound;
+    std::printf("%s%-44s %10lld elements, rms error %.2e (rounding %.2e), bound %.2e%s\n", prefix.c_str(), name.c_str(),
+                static_cast<long long>(s.elements), rms, rounding, bound, above ? "  ABOVE" : "");
     good = good && !above;
   }
   return good;

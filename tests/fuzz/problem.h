@@ -43,7 +43,8 @@ struct Problem {
   Call exact;  // gives the same bits in another way; then there is no fp64 truth
 };
 
-// Errors of all problems of an operator's result, by type.
+// Errors of all problems of an operator's result, by type. A few large elements can make up such a sum; where rounding
+// the exact elements alone costs more than is usual for the type, the bound grows by as much.
 class Tally {
  public:
   void add(const std::string& name, const TensorView& got, const TensorView& truth, const Part& part);
@@ -52,7 +53,8 @@ class Tally {
 
  private:
   struct Sums {
-    double error = 0.0, truth = 0.0, bound = 0.0;
+    double error = 0.0, rounding = 0.0, truth = 0.0, bound = 0.0;
+    DType type = DType::kF32;
     std::int64_t elements = 0;
   };
   std::map<std::string, Sums> sums_;
