@@ -19,6 +19,15 @@ if(TIDEGATE_EMULATE_AVX512)
   set(TIDEGATE_FLAGS_avx512_bf16 ${TIDEGATE_FLAGS_avx512})
 endif()
 
+if(TIDEGATE_SANITIZE AND NOT TIDEGATE_EMULATE_AVX512 AND EXISTS /proc/cpuinfo)
+  # What this CPU cannot run needs no instrumentation, which is most of the compiler's work.
+  file(STRINGS /proc/cpuinfo features REGEX "^flags" LIMIT_COUNT 1)
+  if(NOT features MATCHES " avx512f ")
+    list(APPEND TIDEGATE_FLAGS_avx512 -fno-sanitize=all -g0)
+    list(APPEND TIDEGATE_FLAGS_avx512_bf16 -fno-sanitize=all -g0)
+  endif()
+endif()
+
 # tidegate_add_kernel(<name> <file>): compiles a file once per instruction set.
 function(tidegate_add_kernel name file)
   foreach(isa ${TIDEGATE_ISAS})
