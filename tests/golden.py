@@ -80,16 +80,18 @@ def gated_delta_rule(q, k, v, g, beta, cu, h0, scale):
     """Token by token: S <- e^g S, d = beta (v - S^T k), S <- S + k d^T, o = scale S^T q. Returns o, final states."""
     G = v.shape[0] // q.shape[0]
     q, k = q.repeat_interleave(G, 0), k.repeat_interleave(G, 0)
-    o, ht = torch.zeros_like(v), h0.clone()
-    for n in range(len(cu) - 1):
-        S = h0[n]
+    # Taken apart once: gradients of single columns would each be as large as all of them.
+    tokens = list(zip(*(x.unbind(1) for x in (q, k, v, g, beta)), strict=True))
+    o, ht = [torch.zeros_like(row) for row in v.unbind(1)], []
+    for n, S in enumerate(h0.unbind(0)):
         for t in range(cu[n], cu[n + 1]):
-            S = S * g[:, t].exp()[:, None, None]
-            d = beta[:, t, None] * (v[:, t] - torch.einsum("hkv,hk->hv", S, k[:, t]))
-            S = S + k[:, t, :, None] * d[:, None, :]
-            o[:, t] = scale * torch.einsum("hkv,hk->hv", S, q[:, t])
-        ht[n] = S
-    return o, ht
+            q_t, k_t, v_t, g_t, beta_t = tokens[t]
+            S = S * g_t.exp()[:, None, None]
+            d = beta_t[:, None] * (v_t - torch.einsum("hkv,hk->hv", S, k_t))
+            S = S + k_t[:, :, None] * d[:, None, :]
+            o[t] = scale * torch.einsum("hkv,hk->hv", S, q_t)
+        ht.append(S)
+    return torch.stack(o, 1) if o else torch.zeros_like(v), torch.stack(ht) if ht else h0.clone()
 
 
 def segment_map(k, v, g, beta):
