@@ -12,7 +12,7 @@ cpp=$(sed -nE 's/.*tests passed, ([0-9]+) tests? failed out of ([0-9]+).*/\1 \2/
 read -r cpp_failed cpp_total <<<"${cpp:-1 1}"
 ./scripts/pytest.sh "$python" 2>&1 | tee "$log"
 [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
-./scripts/test_transformers.sh "$python" 5.14.1 newest+fla 2>&1 | tee -a "$log"
+./scripts/test_transformers.sh "$python" 5.14.1+quick newest+fla 2>&1 | tee -a "$log"
 [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
 # Every run of pytest ends in a line "3 failed, 20 passed in 1.23s".
 count() { grep -E '^[0-9]+ [a-z].* in [0-9.]+s' "$log" | grep -oE "[0-9]+ $1" | awk '{ sum += $1 } END { print sum + 0 }'; }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests that build models, in several releases of Transformers, with and without flash-linear-attention.
-# usage: test_transformers.sh <python> <release|newest>[+fla]...
+# usage: test_transformers.sh <python> <release|newest>[+fla|+quick]...        +quick: without tests marked slow
 # Every release has a folder of its own that goes before the environment; newest is the environment's. An environment
 # without Transformers is no error: nothing is run.
 set -uo pipefail
@@ -60,12 +60,13 @@ if ! "$python" -c 'import transformers' 2>/dev/null; then
   exit 0
 fi
 for cell in "$@"; do
-  release=${cell%+fla} path='' files=$models
+  release=${cell%+*} path='' files=$models marks=''
+  [ "$cell" != "$release+quick" ] || marks='not slow'
   if [ "$release" != newest ]; then
     fetch "$release" "transformers==$release" || { status=1; continue; }
     path=$PWD/$folder/$release
   fi
-  if [ "$cell" != "$release" ]; then
+  if [ "$cell" = "$release+fla" ]; then
     # The release whose functions and registry we serve; its kernels need Triton only to be imported.
     fetch fla flash-linear-attention==0.6.0 fla-core==0.6.0 einops || { status=1; continue; }
     fetch twinkle twinkle-kit==0.5.1 || { status=1; continue; }
@@ -76,6 +77,6 @@ for cell in "$@"; do
   echo "== Transformers $("$python" -c 'import transformers; print(transformers.__version__)'), flash-linear-attention" \
     "$("$python" -W ignore -c 'import fla; print("importable")' 2>/dev/null || echo absent)"
   # shellcheck disable=SC2086
-  ./scripts/pytest.sh "$python" -W ignore $files || status=1
+  ./scripts/pytest.sh "$python" -W ignore -m "$marks" $files || status=1
 done
 exit $status

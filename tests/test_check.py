@@ -230,6 +230,7 @@ def billion():
     return model
 
 
+@pytest.mark.slow
 def test_a_billion_parameters_take_seconds():
     model = billion()
     assert sum(parameter.numel() for parameter in model.parameters()) > 1e9

@@ -7,6 +7,7 @@ import pytest
 from test_fallback import FORCED, PACKAGE, TESTS, output, package_without_library, run
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 SITE = str(pathlib.Path(transformers.__file__).parents[1])
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 LENGTHS = (24, 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend, limit", [("aot_eager", 0.0), ("inductor", 1e-5)])
 def test_compiled(backend, limit):
     ids, batch = batch_of(LENGTHS)

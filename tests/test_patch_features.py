@@ -27,6 +27,7 @@ def traceable(model):
         pytest.skip("models of this Transformers cannot be one graph")
 
 
+@pytest.mark.slow
 def test_compiled_training_for_all_lengths():
     """One graph, of five lengths at most one compiles again; gradients are those of eager mode."""
     expected, patched = pair("qwen3_5", layers=2)
@@ -44,6 +45,7 @@ def test_compiled_training_for_all_lengths():
     assert all(tiny.relative(one, other) < T32 for one, other in zip(got, wanted, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor():
     expected, patched = pair("qwen3_5", layers=2)
     traceable(expected)

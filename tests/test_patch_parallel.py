@@ -86,6 +86,7 @@ def work(rank, port, results):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -26,7 +26,7 @@ from sequence_case import (  # noqa: E402
 
 from tidegate.parallel import gather_loss_tensors, sequence_parallel  # noqa: E402
 
-pytestmark = needs_support
+pytestmark = [needs_support, pytest.mark.slow]
 
 
 def equal_runs(family, heads, kind, size, mode, attention, ranks):

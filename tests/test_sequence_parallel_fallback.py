@@ -21,6 +21,7 @@ def cases():
     return test_sequence_parallel.cases()
 
 
+@pytest.mark.slow
 @needs_support
 def test_plain_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("TIDEGATE_FORCE_FALLBACK", "1")

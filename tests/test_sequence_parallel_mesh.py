@@ -18,7 +18,7 @@ from sequence_case import Cases, alone, assert_same, batch, build, gradients, ne
 import tidegate  # noqa: E402
 from tidegate.parallel import sequence_parallel  # noqa: E402
 
-pytestmark = needs_support
+pytestmark = [needs_support, pytest.mark.slow]
 
 WORLD = 4
 ROWS = ((30, 11), (20, 25))  # of the two ranks along the other dimension
