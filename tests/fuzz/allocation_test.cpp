@@ -21,13 +21,14 @@ std::atomic<std::int64_t> blocks{0};          // of operator new that are not fr
 
 bool fails_now() { return until_failure.load(std::memory_order_relaxed) >= 0 && until_failure.fetch_sub(1) == 1; }
 
-void* allocate(std::size_t n) {
-  void* p = fails_now() ? nullptr : std::malloc(n == 0 ? 1 : n);
-  if (p == nullptr) {
-    throw std::bad_alloc();
-  }
-  blocks.fetch_add(1);
+void* allocate(std::size_t n, bool fails) noexcept {
+  void* p = fails ? nullptr : std::malloc(n == 0 ? 1 : n);
+  blocks.fetch_add(p == nullptr ? 0 : 1);
   return p;
+}
+void* allocate_or_throw(std::size_t n) {
+  void* p = allocate(n, fails_now());
+  return p == nullptr ? throw std::bad_alloc() : p;
 }
 void release(void* p) noexcept {
   if (p != nullptr) {
@@ -38,8 +39,10 @@ void release(void* p) noexcept {
 
 }  // namespace
 
-void* operator new(std::size_t n) { return allocate(n); }
-void* operator new[](std::size_t n) { return allocate(n); }
+void* operator new(std::size_t n) { return allocate_or_throw(n); }
+void* operator new[](std::size_t n) { return allocate_or_throw(n); }
+// std::stable_sort asks for room in this way and sorts without it too: it never fails, or the call would not.
+void* operator new(std::size_t n, const std::nothrow_t&) noexcept { return allocate(n, false); }
 void operator delete(void* p) noexcept { release(p); }
 void operator delete[](void* p) noexcept { release(p); }
 void operator delete(void* p, std::size_t) noexcept { release(p); }

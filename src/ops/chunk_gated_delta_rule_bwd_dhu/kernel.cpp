@@ -93,9 +93,9 @@ void run(const Args& a, int64_t sequence, const ChunkSpan* chunks, int64_t count
     }
   };
   for_panels([&](int64_t column, float* D) { load_state(a.dfinal, sequence, head, a.K, column, a.V, D); });
-  for (const ChunkSpan* c = chunks + count; c-- > chunks;) {
-    open_chunk(a, b, *c, head);
-    for_panels([&](int64_t column, float* D) { panel_step(a, b, *c, head, column, D); });
+  for (int64_t c = count; c-- > 0;) {
+    open_chunk(a, b, chunks[c], head);
+    for_panels([&](int64_t column, float* D) { panel_step(a, b, chunks[c], head, column, D); });
   }
   for_panels([&](int64_t column, const float* D) { store_state(D, a.dinitial, sequence, head, a.K, column, a.V); });
 }
