@@ -27,8 +27,10 @@ core: | system
 	@cmake --build $(BUILD) -j $(JOBS) --target tidegate_static
 
 # Plain `pip install .` does the same in one go; here the core that the C++ tests link is not compiled a second time.
+# A folder of its own: CMake would remember the core there, and a later `pip install .` must not take it.
 install: $(VENV)/.ready core  ## build the wheel and install it into $(VENV)
-	@$(PY) -m pip install --quiet --no-deps -C cmake.define.TIDEGATE_CORE=$(abspath $(BUILD))/libtidegate.a . \
+	@$(PY) -m pip install --quiet --no-deps -C build-dir=$(BUILD)/wheel \
+	  -C cmake.define.TIDEGATE_CORE=$(abspath $(BUILD))/libtidegate.a . \
 	  && echo "installed into $(VENV)"
 
 cpp: core  ## build the C++ library and its tests in $(BUILD)
@@ -52,7 +54,7 @@ bench: install  ## Tidegate and the peers installed in $(VENV), side by side
 	@cmake --build $(BUILD)-bench --target tidegate_limits
 	@$(PY) bench/run.py --limits $(BUILD)-bench/bench/tidegate_limits
 
-numbers: | system  ## measure beside all peers on this (quiet) machine, about 20 minutes; store bench/results, write README's and docs' tables
+numbers: | system  ## measure beside all peers on this (quiet) machine, about 30 minutes; store bench/results, write README's and docs' tables
 	@./bench/peers.sh $(PEERS) --setup
 	@$(PEERS)/bin/python -m pip install --quiet matplotlib
 	@$(PEERS)/bin/python -m tidegate bench --limits $(PEERS)/limits/bench/tidegate_limits --conditions 'memory kept' --reps 5 \

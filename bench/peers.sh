@@ -30,15 +30,23 @@ if [ ! -e "$venv/ready" ]; then
   done
   touch "$venv/ready"
 fi
-pip install --quiet --no-deps "${TIDEGATE_WHEEL:-$repo}"
 
-# The machine's limits are worth a compiler; without one the driver says that they are missing.
+# The machine's limits are worth a compiler; without one the driver says that they are missing. The library that they
+# are linked with then serves the wheel too.
 limits=$venv/limits/bench/tidegate_limits
 if command -v cmake >/dev/null; then
   if ! { cmake -S "$repo" -B "$venv/limits" -DTIDEGATE_TESTS=OFF -DTIDEGATE_BENCH=ON &&
     cmake --build "$venv/limits" --target tidegate_limits --parallel; } >"$venv/limits.log" 2>&1; then
     echo "tidegate_limits: not built, see $venv/limits.log" >&2
   fi
+fi
+if [ -n "${TIDEGATE_WHEEL:-}" ]; then
+  pip install --quiet --no-deps "$TIDEGATE_WHEEL"
+elif [ -x "$limits" ]; then
+  whole=$(realpath "$venv")
+  pip install --quiet --no-deps -C "build-dir=$whole/wheel" -C "cmake.define.TIDEGATE_CORE=$whole/limits/libtidegate.a" "$repo"
+else
+  pip install --quiet --no-deps "$repo"
 fi
 [ "${1:-}" != --setup ] || exit 0
 if [ -x "$limits" ]; then

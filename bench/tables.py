@@ -25,7 +25,7 @@ README = {
     "M_E256_T1": ("", "1 token"),
     "C1": ("causal convolution + SiLU", "4096 tokens, 8192 channels"),
     "C2": ("its update", "64 sequences"),
-    "NORM": ("gated RMSNorm", "[4096, 32, 128]"),
+    "NORM": ("gated RMSNorm, rounded as the model does", "[4096, 32, 128]"),
 }
 NAMES = {
     "torch_eager": "PyTorch",
