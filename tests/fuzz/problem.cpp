@@ -197,7 +197,7 @@ std::string judge(const Line& line, const Problem& p, Tally& tally, std::int64_t
       if (const std::string where = far_off(part, got[i], truth[i]); !where.empty()) {
         return where;
       }
-      tally.add(line.driver() + " " + p.out[i].name, got[i], truth[i], p.out[i]);
+      tally.add(line, got[i], truth[i], p.out[i]);
     }
   }
   for (std::int64_t i = 0; i < repeats; ++i) {
@@ -216,8 +216,9 @@ double rounded_to(DType type, double value) {
   return read_element(one, 0);
 }
 
-void Tally::add(const std::string& name, const TensorView& got, const TensorView& truth, const Part& part) {
-  Sums& s = sums_[name + " " + std::string(dtype_name(got.dtype))];
+void Tally::add(const Line& line, const TensorView& got, const TensorView& truth, const Part& part) {
+  Sums& s = sums_[line.driver() + " " + part.name + " " + std::string(dtype_name(got.dtype))];
+  const double before = s.error;
   for (std::int64_t i = 0; i < truth.numel(); ++i) {
     const double g = read_element(got, test::offset_at(got, i)), t = read_element(truth, test::offset_at(truth, i));
     if (std::isfinite(t)) {
@@ -227,6 +228,10 @@ void Tally::add(const std::string& name, const TensorView& got, const TensorView
       s.truth += t * t;
       ++s.elements;
     }
+  }
+  if (s.error - before > s.most) {
+    s.most = s.error - before;
+    s.worst = line.print();
   }
   s.type = got.dtype;
   s.bound = std::max(s.bound, part.rms > 0.0 ? part.rms : test::stored(got.dtype, part.bound));
@@ -243,6 +248,9 @@ bool Tally::print(const std::string& prefix) const {
     const bool above = s.elements >= 10000 && rms > bound;
     std::printf("%s%-44s %10lld elements, rms error %.2e (rounding %.2e), bound %.2e%s\n", prefix.c_str(), name.c_str(),
                 static_cast<long long>(s.elements), rms, rounding, bound, above ? "  ABOVE" : "");
+    if (above) {
+      std::printf("%s  most of it: %s\n", prefix.c_str(), s.worst.c_str());
+    }
     good = good && !above;
   }
   return good;

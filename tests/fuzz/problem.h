@@ -47,13 +47,15 @@ struct Problem {
 // the exact elements alone costs more than is usual for the type, the bound grows by as much.
 class Tally {
  public:
-  void add(const std::string& name, const TensorView& got, const TensorView& truth, const Part& part);
-  // One line a result with its rms error; false if one is above its bound.
+  void add(const Line& line, const TensorView& got, const TensorView& truth, const Part& part);
+  // One line a result with its rms error; false if one is above its bound, with the problem that adds most to it.
   bool print(const std::string& prefix) const;
 
  private:
   struct Sums {
     double error = 0.0, rounding = 0.0, truth = 0.0, bound = 0.0;
+    double most = 0.0;
+    std::string worst;  // the problem with this error
     DType type = DType::kF32;
     std::int64_t elements = 0;
   };

@@ -210,16 +210,21 @@ TEST(CausalConv1dErrors, Update) {
   bad([](Upd& c) { c.y = c.x; }, "y: expected memory of its own, got an overlap with x");
   bad([](Upd& c) { c.pool.data = c.x.data; }, "conv_state: expected memory of its own, got an overlap with x");
   const std::string overlap = "y: expected memory of its own, got an overlap with ";
-  bad([](Upd& c) { c.y.data = c.slots.data(); }, overlap + "cache_indices");
-  bad([](Upd& c) { c.has_state = {1, 1}, c.y.data = c.has_state.data(); }, overlap + "has_initial_state");
+  // The lists have room for all of y, or it could reach into the memory of another one.
+  const auto within = [&](auto& list) {
+    list.reserve(static_cast<std::size_t>(y.view().numel()) * sizeof(float));
+    return list.data();
+  };
+  bad([&](Upd& c) { c.y.data = within(c.slots); }, overlap + "cache_indices");
+  bad([&](Upd& c) { c.has_state = {1, 1}, c.y.data = within(c.has_state); }, overlap + "has_initial_state");
   bad([](Upd& c) { c.pool.sizes[0] = 0; }, "cache_indices[0]: expected -1 in a pool of 0 rows, got 3");
   const std::int64_t halves[] = {0, 3, 6};
   bad(
       [&](Upd& c) {
-        c.seq = SeqLens::from_cu(halves, 6, false, ""), c.accepted = {1, 1}, c.y.data = c.accepted.data();
+        c.seq = SeqLens::from_cu(halves, 6, false, ""), c.accepted = {1, 1}, c.y.data = within(c.accepted);
       },
       overlap + "num_accepted_tokens");
-  bad([](Upd& c) { c.written = {1, 1}, c.y.data = c.written.data(); }, overlap + "cache_seqlens");
+  bad([&](Upd& c) { c.written = {1, 1}, c.y.data = within(c.written); }, overlap + "cache_seqlens");
   bad([](Upd& c) { c.pool.strides[0] = 0; },
       "conv_state: expected an output without repeated elements, got stride 0 in dimension 0");
   good();
