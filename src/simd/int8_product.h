@@ -154,7 +154,8 @@ inline int32_t sum_lanes(I32 a) {
   return total;
 }
 
-// sums[r * kInt8Panel + c * far] = left_r . weight_c over n inner indices; rows of the weight lie `step` apart.
+// sums[r * kInt8Panel + c * far] = left_r . weight_c over n inner indices; rows of the weight lie `step` apart. Rows of
+// the left factor may be read to the end of a vector.
 template <int R, int C>
 inline void dot_int8_columns(const Int8Left* left, int64_t row, const int8_t* weight, int64_t step, int64_t n,
                              int32_t* sums, int64_t far) {
@@ -167,23 +168,29 @@ inline void dot_int8_columns(const Int8Left* left, int64_t row, const int8_t* we
       t[r][c] = integer_zero();
     }
   }
-  int64_t k = 0;
-  for (; k + kLanes * kGroup <= n; k += kLanes * kGroup) {
-    for (int c = 0; c < C; ++c) {
-      const I32 b = load_widened(weight + c * step + k);
-      less[c] = kInt8Shift != 0 ? add_groups(less[c], set1_group(shift), b) : less[c];
-      for (int r = 0; r < R; ++r) {
-        t[r][c] = add_groups(t[r][c], load_group(left + r * row + k), b);
-      }
+  const auto add = [&](int c, I32 b, int64_t k) {
+    less[c] = kInt8Shift != 0 ? add_groups(less[c], set1_group(shift), b) : less[c];
+    for (int r = 0; r < R; ++r) {
+      t[r][c] = add_groups(t[r][c], load_group(left + r * row + k), b);
     }
+  };
+  constexpr int64_t kVector = kLanes * kGroup;
+  int64_t k = 0;
+  for (; k + kVector <= n; k += kVector) {
+    for (int c = 0; c < C; ++c) {
+      add(c, load_widened(weight + c * step + k), k);
+    }
+  }
+  // The rest with zeros behind it; what the left factor has there does not matter. A plain loop will not do: g++ 12
+  // makes a wrong vpdpbusd of it.
+  for (int c = 0; c < C && k < n; ++c) {
+    int8_t rest[kVector] = {};
+    memcpy(rest, weight + c * step + k, static_cast<size_t>(n - k));
+    add(c, load_widened(rest), k);
   }
   for (int c = 0; c < C; ++c) {
     for (int r = 0; r < R; ++r) {
-      int32_t total = sum_lanes(t[r][c] - less[c]);
-      for (int64_t i = k; i < n; ++i) {
-        total += (left[r * row + i] - kInt8Shift) * weight[c * step + i];
-      }
-      sums[r * kInt8Panel + c * far] = total;
+      sums[r * kInt8Panel + c * far] = sum_lanes(t[r][c] - less[c]);
     }
   }
 }
