@@ -143,6 +143,19 @@ def _experts(item, x):
     return Run(call, lambda y: {"y": y}, "weights packed beforehand")
 
 
+def _experts_sglang(item, x):
+    """The kernel that came from sglang: method 0 is bf16."""
+    op, pack = _op("fused_experts_cpu"), _op("convert_weight_packed")
+    w13, w2 = made(x, "sglang", lambda: [pack(x[n]) for n in ("gate_up", "down")])
+
+    def call():
+        y = torch.empty_like(x["x"])
+        op(y, x["x"], w13, w2, x["weights"], x["ids"], 0, *[None] * 10, True)
+        return y
+
+    return Run(call, lambda y: {"y": y}, "weights packed beforehand")
+
+
 ENTRIES = {
     "prefill": {"": _prefill},
     "decode": {"": _decode},
@@ -151,5 +164,5 @@ ENTRIES = {
     "gating": {"": _gating},
     "rms_norm": {"": _rms_norm},
     "rope": {"": _rope},
-    "experts": {"": _experts},
+    "experts": {"": _experts, "sglang": _experts_sglang},
 }

@@ -7,6 +7,7 @@ import os
 import torch
 
 from engines import Absent, Run
+from engines.experts import made
 from items import BF16, K, V
 
 PACKAGES = {"zentorch": "2.14"}
@@ -113,9 +114,12 @@ def _rms_norm(item, x):
 
 
 def _experts(item, x):
+    # It packs weights where they stand, on CPUs with AVX-512: the others would read what it leaves behind.
+    w13, w2 = made(x, "zentorch", lambda: [x[n].clone() for n in ("gate_up", "down")])
+
     def call():
         y = torch.empty_like(x["x"])
-        _Z.zentorch_fused_moe(y, x["x"], x["gate_up"], x["down"], None, None, x["weights"], x["ids"], False, "silu")
+        _Z.zentorch_fused_moe(y, x["x"], w13, w2, None, None, x["weights"], x["ids"], False, "silu")
         return y
 
     return Run(call, lambda y: {"y": y}, "packs weights itself")
