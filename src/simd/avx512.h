@@ -85,6 +85,8 @@ TIDEGATE_INLINE void stream(T* p, F32 a) {
 TIDEGATE_INLINE void stream_fence() { _mm_sfence(); }
 // As an instruction of its own: g++ takes a function that only prefetches for one without effect, and drops its calls.
 TIDEGATE_INLINE void prefetch(const void* p) { __asm__ volatile("prefetcht0 (%0)" : : "r"(p)); }
+// Into the second cache only: for more than the first one holds.
+TIDEGATE_INLINE void prefetch_far(const void* p) { __asm__ volatile("prefetcht1 (%0)" : : "r"(p)); }
 
 TIDEGATE_INLINE F32 operator+(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
 TIDEGATE_INLINE F32 operator-(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -152,6 +154,59 @@ TIDEGATE_INLINE F32 dot(F32 acc, Bf16Pairs a, Bf16Pairs b) {
                           _mm512_castsi512_ps(_mm512_slli_epi32(b.v, 16)), odd)};
 #endif
 }
+
+#if TIDEGATE_ISA_ID == 4
+// Quads: a vector holds four pairs of each of four rows, a row a quarter. Rows whose inner index runs along memory
+// become factors of dot() that way without a single shuffle.
+TIDEGATE_INLINE Bf16Pairs join_quads(__m128i a, __m128i b, __m128i c, __m128i d) {
+  __m512i v = _mm512_castsi128_si512(a);
+  v = _mm512_mask_broadcast_i32x4(v, 0x00f0, b);
+  v = _mm512_mask_broadcast_i32x4(v, 0x0f00, c);
+  return {_mm512_mask_broadcast_i32x4(v, 0xf000, d)};
+}
+TIDEGATE_INLINE __m128i load_quad(const bf16* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+// The first n < 8 elements, then zeros.
+TIDEGATE_INLINE __m128i load_quad_n(const bf16* p, int64_t n) {
+  return _mm_maskz_loadu_epi16(static_cast<__mmask8>((1u << n) - 1u), p);
+}
+TIDEGATE_INLINE Bf16Pairs load_quads(const bf16* a, const bf16* b, const bf16* c, const bf16* d) {
+  return join_quads(load_quad(a), load_quad(b), load_quad(c), load_quad(d));
+}
+TIDEGATE_INLINE Bf16Pairs load_quads_n(const bf16* a, const bf16* b, const bf16* c, const bf16* d, int64_t n) {
+  return join_quads(load_quad_n(a, n), load_quad_n(b, n), load_quad_n(c, n), load_quad_n(d, n));
+}
+// load_quads to memory. Halves of a vector: no shuffle of 512 bits is as fast as two insertions on the way in.
+TIDEGATE_INLINE void copy_quads(const bf16* a, const bf16* b, const bf16* c, const bf16* d, bf16* to) {
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(load_quad(a)), load_quad(b), 1);
+  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(load_quad(c)), load_quad(d), 1);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), low);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to) + 1, high);
+}
+// The same four pairs in every quarter.
+TIDEGATE_INLINE Bf16Pairs set1_quad(const bf16* p) { return {_mm512_broadcast_i32x4(load_quad(p))}; }
+TIDEGATE_INLINE Bf16Pairs set1_quad_n(const bf16* p, int64_t n) { return {_mm512_broadcast_i32x4(load_quad_n(p, n))}; }
+TIDEGATE_INLINE void store_pairs(bf16* p, Bf16Pairs a) { _mm512_storeu_si512(p, a.v); }
+// Lane 4 c + i: the sum of quarter c of the i-th vector, (0 + 2) + (1 + 3) of its lanes.
+TIDEGATE_INLINE F32 sum_quads(F32 a0, F32 a1, F32 a2, F32 a3) {
+  const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(a0.v, a1.v), _mm512_unpackhi_ps(a0.v, a1.v));
+  const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(a2.v, a3.v), _mm512_unpackhi_ps(a2.v, a3.v));
+  const __m512d l = _mm512_castps_pd(low), h = _mm512_castps_pd(high);
+  return {_mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(l, h)), _mm512_castpd_ps(_mm512_unpackhi_pd(l, h)))};
+}
+// The quarters of a vector to four rows, `pitch` apart.
+TIDEGATE_INLINE void store_quarters(float* to, int64_t pitch, F32 a) {
+  _mm_storeu_ps(to, _mm512_castps512_ps128(a.v));
+  _mm_storeu_ps(to + pitch, _mm512_extractf32x4_ps(a.v, 1));
+  _mm_storeu_ps(to + 2 * pitch, _mm512_extractf32x4_ps(a.v, 2));
+  _mm_storeu_ps(to + 3 * pitch, _mm512_extractf32x4_ps(a.v, 3));
+}
+// Lane i: the pair (even[i], odd[i]). Both are exact in bf16.
+TIDEGATE_INLINE Bf16Pairs zip(F32 even, F32 odd) {
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  return {_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even.v), 16),
+                          _mm512_and_si512(_mm512_castps_si512(odd.v), high))};
+}
+#endif
 
 // Two vectors of neighbouring elements. In memory order for float and f16; a bf16 pair shares 32 bits, so there `a`
 // holds the even elements and `b` the odd ones: one instruction each instead of a conversion. pair_slot() says which is

@@ -2,6 +2,9 @@
 #include "ops/grouped_matmul/kernel.h"
 
 #include "ops/grouped_matmul/chains.kernel.h"
+#if TIDEGATE_ISA_ID == 4
+#include "ops/grouped_matmul/quads.kernel.h"
+#endif
 #include "simd/turned.h"
 
 namespace tidegate::TIDEGATE_ISA {
@@ -19,7 +22,13 @@ constexpr int64_t kPackColumns = 64;
 constexpr int64_t kPackAhead = 16;  // rows; the hardware does not foresee the next page
 
 constexpr int64_t kWidened = kBlockRows * kStretch;
-constexpr int64_t kRoom = kWidened + kPackColumns * kStretch;
+#if TIDEGATE_ISA_ID == 4
+constexpr int64_t kQuadRoom = quad_panel(kBlockRows) / 2 + quad_partial(kBlockRows, kBlockColumns);
+#else
+constexpr int64_t kQuadRoom = 0;
+#endif
+constexpr int64_t kChainRoom = kWidened + kPackColumns * kStretch;
+constexpr int64_t kRoom = kQuadRoom > kChainRoom ? kQuadRoom : kChainRoom;
 constexpr int64_t kOuterRoom = kOuterLeft * (kTerms + kOuterRight) + kOuterRight * kTerms;
 
 // Elements [first, first + n) of rows as floats, `pitch` apart, each times its factor if there are factors.
@@ -59,6 +68,14 @@ void pack_columns_of_weight(const Block& b, int64_t c, int64_t columns, int64_t 
 
 void product(const Block& b) noexcept {
   const bool pairs = b.row_type == 1 && b.weight_type == 1;
+#if TIDEGATE_ISA_ID == 4
+  if (b.weight_inner == 1 && pairs) {
+    const auto* const* rows = reinterpret_cast<const bf16* const*>(b.rows);
+    const auto* weight = static_cast<const bf16*>(b.weight);
+    quad_block(rows, b.row_count, weight, b.weight_column, b.columns, b.inner, b.out, b.pitch, !b.accumulate, b.room);
+    return;
+  }
+#endif
   if (b.weight_inner == 1 && (b.row_count <= kFewRows || (TIDEGATE_ISA_ID == 4 && pairs))) {
     with_type(b.row_type, [&]<class X>(X*) {
       with_type(b.weight_type, [&]<class W>(W*) {

@@ -9,7 +9,7 @@ namespace tidegate::grouped_matmul {
 
 // A block is at most this large. Columns: what a task of few rows streams at a time. Rows: 64 rows of 2048 16-bit
 // channels are half of a second-level cache.
-inline constexpr int64_t kBlockRows = 64;
+inline constexpr int64_t kBlockRows = 128;
 inline constexpr int64_t kBlockColumns = 128;
 
 // out[r][c] = sum over i of rows[r][i] * weight(c, i). Sums are fp32; their order (see dots.kernel.h) depends on the

@@ -1,0 +1,194 @@
+// bf16 rows times bf16 weights with the dot product of pairs. Weights are used as they stand, whatever the number of
+// rows; the rows, which are fewer, are packed.
+//
+// The inner index runs along memory in both. A vector takes eight inner indices of four rows (a quad), so its lanes are
+// four partial sums of each; a weight's eight are broadcast to the four. Order of a sum: lane l of 4 takes the pairs l,
+// l + 4, ... as one chain, then (0 + 2) + (1 + 3). It is the same for any number of rows and columns.
+#pragma once
+
+#include "simd/panels.h"
+
+namespace tidegate::TIDEGATE_ISA {
+namespace {
+
+constexpr int64_t kQuad = 8;   // inner indices of a vector
+constexpr int64_t kLine = 32;  // elements of a cache line
+
+// 8 x 3 accumulators + 3 vectors of rows + 1 of a weight = 28 of 32 registers, and 11 loads for 24 dot products. One
+// vector of rows still has eight chains to hide the latency of a dot product with.
+constexpr int kQuadColumns = 8, kQuadVectors = 3;
+constexpr int64_t kQuadInner = 2048;  // packed at a time: 128 rows of them are half of a second cache
+
+inline constexpr int64_t quad_count(int64_t rows) { return (rows + 3) / 4; }
+inline constexpr int64_t quad_panel(int64_t rows) { return quad_count(rows) * 4 * kQuadInner; }  // elements
+// Partial sums of a block between two stretches of kQuadInner.
+inline constexpr int64_t quad_partial(int64_t rows, int64_t columns) {
+  return quad_count(rows) * kLanes * ((columns + kQuadColumns - 1) / kQuadColumns * kQuadColumns);
+}
+
+// Vectors [first, first + V) of rows, n <= kQuadInner inner indices from `begin` on: [n / 8][V] vectors; zeros beyond
+// n. Rows that are missing repeat the last one.
+inline void pack_quads(const bf16* const* rows, int64_t row_count, int64_t begin, int64_t n, int64_t first, int64_t V,
+                       bf16* panel) {
+  for (int64_t v = 0; v < V; ++v) {
+    const auto row = [&](int64_t r) { return rows[r < row_count ? r : row_count - 1] + begin; };
+    const int64_t r = 4 * (first + v);
+    const bf16 *a = row(r), *b = row(r + 1), *c = row(r + 2), *d = row(r + 3);
+    bf16* to = panel + v * 2 * kLanes;
+    int64_t i = 0;
+    for (; i + kQuad <= n; i += kQuad, to += V * 2 * kLanes) {
+      copy_quads(a + i, b + i, c + i, d + i, to);
+    }
+    if (i < n) {
+      store_pairs(to, load_quads_n(a + i, b + i, c + i, d + i, n - i));
+    }
+  }
+}
+
+// Where the sums of one tile go. partial: where those of earlier stretches are (begins: there are none) and where those
+// for later ones go (ends: none will come).
+struct QuadSums {
+  float* partial;
+  bool begins, ends;
+  float* out;  // out[r * pitch + c]
+  int64_t pitch, rows, columns;
+  bool fresh;
+};
+
+// Weights of a later tile, asked for line by line as this one goes on.
+struct QuadsAhead {
+  const bf16* weight;
+  int64_t step;
+  int64_t columns;
+};
+
+// Four rows of four columns, from the sums of a quad of rows with each of them.
+TIDEGATE_INLINE void store_quads(F32 a, F32 b, F32 c, F32 d, float* out, int64_t pitch, int64_t rows, int64_t columns,
+                                 bool fresh) {
+  const F32 total = sum_quads(a, b, c, d);
+  if (fresh && rows >= 4 && columns >= 4) {
+    store_quarters(out, pitch, total);
+    return;
+  }
+  float sums[kLanes];
+  store(sums, total);
+  for (int64_t r = 0; r < 4 && r < rows; ++r) {
+    for (int64_t k = 0; k < 4 && k < columns; ++k) {
+      float& to = out[r * pitch + k];
+      to = fresh ? sums[4 * r + k] : to + sums[4 * r + k];
+    }
+  }
+}
+
+template <int V>
+inline void quad_tile(const bf16* panel, const bf16* weight, int64_t step, int64_t n, const QuadsAhead& ahead,
+                      const QuadSums& s) {
+  const bf16* w[kQuadColumns];
+  F32 t[kQuadColumns][V];
+#pragma GCC unroll 8
+  for (int c = 0; c < kQuadColumns; ++c) {
+    w[c] = weight + (c < s.columns ? c : s.columns - 1) * step;
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      t[c][v] = s.begins ? zero() : load(s.partial + (c * V + v) * kLanes);
+    }
+  }
+  const auto add = [&](int64_t i) __attribute__((always_inline)) {
+    Bf16Pairs x[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      x[v] = load_pairs(panel + i * V * (2 * kLanes / kQuad) + 2 * v * kLanes);
+    }
+#pragma GCC unroll 8
+    for (int c = 0; c < kQuadColumns; ++c) {
+      const Bf16Pairs factor = set1_quad(w[c] + i);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        t[c][v] = dot(t[c][v], x[v], factor);
+      }
+    }
+  };
+  int64_t i = 0;
+  for (; i + kLine <= n; i += kLine) {
+    for (int64_t c = 0; c < ahead.columns; ++c) {
+      prefetch_far(ahead.weight + c * ahead.step + i);
+    }
+    add(i);
+    add(i + kQuad);
+    add(i + 2 * kQuad);
+    add(i + 3 * kQuad);
+  }
+  for (; i + kQuad <= n; i += kQuad) {
+    add(i);
+  }
+  if (i < n) {  // with zeros behind it
+    bf16 rest[kQuadColumns][kQuad];
+    memset(rest, 0, sizeof rest);
+#pragma GCC unroll 8
+    for (int c = 0; c < kQuadColumns; ++c) {
+      memcpy(rest[c], w[c] + i, static_cast<size_t>(n - i) * sizeof(bf16));
+      w[c] = rest[c];
+    }
+    panel += i * V * (2 * kLanes / kQuad);
+    add(0);
+  }
+  if (!s.ends) {
+#pragma GCC unroll 8
+    for (int c = 0; c < kQuadColumns; ++c) {
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        store(s.partial + (c * V + v) * kLanes, t[c][v]);
+      }
+    }
+    return;
+  }
+#pragma GCC unroll 8
+  for (int c = 0; c < kQuadColumns; c += 4) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      store_quads(t[c][v], t[c + 1][v], t[c + 2][v], t[c + 3][v], s.out + 4 * v * s.pitch + c, s.pitch, s.rows - 4 * v,
+                  s.columns - c, s.fresh);
+    }
+  }
+}
+
+// room: quad_panel(rows) elements of bf16, then quad_partial(rows, columns) floats.
+inline void quad_block(const bf16* const* rows, int64_t row_count, const bf16* weight, int64_t step, int64_t columns,
+                       int64_t n, float* out, int64_t pitch, bool fresh, float* room) {
+  bf16* panels = reinterpret_cast<bf16*>(room);
+  float* partials = room + quad_panel(row_count) / 2;
+  const int64_t all = quad_count(row_count);
+  const int64_t groups = (all + kQuadVectors - 1) / kQuadVectors;
+  for (int64_t begin = 0; begin < n || begin == 0; begin += kQuadInner) {
+    const int64_t count = n - begin < kQuadInner ? n - begin : kQuadInner;
+    const int64_t quads = (count + kQuad - 1) / kQuad;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t first = all * g / groups;
+      pack_quads(rows, row_count, begin, count, first, all * (g + 1) / groups - first,
+                 panels + first * quads * 2 * kLanes);
+    }
+    float* partial = partials;
+    for (int64_t c = 0; c < columns; c += kQuadColumns) {
+      const int64_t later = columns - c - kQuadColumns;
+      const int64_t asked = later < 0 ? 0 : later < kQuadColumns ? later : kQuadColumns;
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t first = all * g / groups, V = all * (g + 1) / groups - first;
+        const int64_t from = asked * g / groups;
+        const QuadsAhead ahead = {weight + (c + kQuadColumns + from) * step + begin, step,
+                                  asked * (g + 1) / groups - from};
+        const QuadSums s = {
+            partial,     begin == 0, begin + count >= n, out + 4 * first * pitch + c, pitch, row_count - 4 * first,
+            columns - c, fresh};
+        const auto tile = [&](int64_t, auto size) {
+          quad_tile<decltype(size)::value>(panels + first * quads * 2 * kLanes, weight + c * step + begin, step, count,
+                                           ahead, s);
+        };
+        one_tile<kQuadVectors>(0, V, tile);
+        partial += kQuadColumns * V * kLanes;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tidegate::TIDEGATE_ISA
