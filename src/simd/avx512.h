@@ -158,33 +158,19 @@ TIDEGATE_INLINE F32 dot(F32 acc, Bf16Pairs a, Bf16Pairs b) {
 #if TIDEGATE_ISA_ID == 4
 // Quads: a vector holds four pairs of each of four rows, a row a quarter. Rows whose inner index runs along memory
 // become factors of dot() that way without a single shuffle.
-TIDEGATE_INLINE Bf16Pairs join_quads(__m128i a, __m128i b, __m128i c, __m128i d) {
-  __m512i v = _mm512_castsi128_si512(a);
-  v = _mm512_mask_broadcast_i32x4(v, 0x00f0, b);
-  v = _mm512_mask_broadcast_i32x4(v, 0x0f00, c);
-  return {_mm512_mask_broadcast_i32x4(v, 0xf000, d)};
-}
 TIDEGATE_INLINE __m128i load_quad(const bf16* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 // The first n < 8 elements, then zeros.
 TIDEGATE_INLINE __m128i load_quad_n(const bf16* p, int64_t n) {
-  return _mm_maskz_loadu_epi16(static_cast<__mmask8>((1u << n) - 1u), p);
+  return _mm256_castsi256_si128(_mm256_maskz_loadu_epi16(first_lanes(n), p));
 }
-TIDEGATE_INLINE Bf16Pairs load_quads(const bf16* a, const bf16* b, const bf16* c, const bf16* d) {
-  return join_quads(load_quad(a), load_quad(b), load_quad(c), load_quad(d));
-}
-TIDEGATE_INLINE Bf16Pairs load_quads_n(const bf16* a, const bf16* b, const bf16* c, const bf16* d, int64_t n) {
-  return join_quads(load_quad_n(a, n), load_quad_n(b, n), load_quad_n(c, n), load_quad_n(d, n));
-}
-// load_quads to memory. Halves of a vector: no shuffle of 512 bits is as fast as two insertions on the way in.
-TIDEGATE_INLINE void copy_quads(const bf16* a, const bf16* b, const bf16* c, const bf16* d, bf16* to) {
-  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(load_quad(a)), load_quad(b), 1);
-  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(load_quad(c)), load_quad(d), 1);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), low);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to) + 1, high);
+// Four rows to memory as a vector of quads: two halves, since insertions on the way in are faster than shuffles of 512
+// bits.
+TIDEGATE_INLINE void store_quad(bf16* to, __m128i a, __m128i b, __m128i c, __m128i d) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to) + 1, _mm256_inserti128_si256(_mm256_castsi128_si256(c), d, 1));
 }
 // The same four pairs in every quarter.
 TIDEGATE_INLINE Bf16Pairs set1_quad(const bf16* p) { return {_mm512_broadcast_i32x4(load_quad(p))}; }
-TIDEGATE_INLINE Bf16Pairs set1_quad_n(const bf16* p, int64_t n) { return {_mm512_broadcast_i32x4(load_quad_n(p, n))}; }
 TIDEGATE_INLINE void store_pairs(bf16* p, Bf16Pairs a) { _mm512_storeu_si512(p, a.v); }
 // Lane 4 c + i: the sum of quarter c of the i-th vector, (0 + 2) + (1 + 3) of its lanes.
 TIDEGATE_INLINE F32 sum_quads(F32 a0, F32 a1, F32 a2, F32 a3) {

@@ -6,8 +6,10 @@
 #include <immintrin.h>
 #include <simde/x86/avx512/add.h>
 #include <simde/x86/avx512/and.h>
+#include <simde/x86/avx512/broadcast.h>
 #include <simde/x86/avx512/cast.h>
 #include <simde/x86/avx512/div.h>
+#include <simde/x86/avx512/extract.h>
 #include <simde/x86/avx512/fmadd.h>
 #include <simde/x86/avx512/loadu.h>
 #include <simde/x86/avx512/max.h>
@@ -21,6 +23,8 @@
 #include <simde/x86/avx512/srli.h>
 #include <simde/x86/avx512/storeu.h>
 #include <simde/x86/avx512/sub.h>
+#include <simde/x86/avx512/unpackhi.h>
+#include <simde/x86/avx512/unpacklo.h>
 #include <stdint.h>
 #include <string.h>
 

@@ -14,12 +14,9 @@ namespace {
 constexpr int64_t kStretch = 256;  // a panel of so many rows stays in the first cache
 constexpr int64_t kEarly = 1024;   // elements of a weight between what is asked for and what is multiplied
 
-// Accumulators, both vectors of every row and one weight fill the register file. With a dot product for pairs nothing
-// is taken apart and a tile can be larger.
+// Accumulators, both vectors of every row and one weight fill the register file.
 #if TIDEGATE_ISA_ID == 1
 constexpr int kDotRows = 2, kDotColumns = 2;
-#elif TIDEGATE_ISA_ID == 4
-constexpr int kDotRows = 6, kDotColumns = 4;
 #else
 constexpr int kDotRows = 2, kDotColumns = 4;
 #endif
@@ -52,21 +49,6 @@ TIDEGATE_INLINE void add_group(Dots<R, C>& t, const X* const* x, const W* const*
     }
   }
 }
-#if TIDEGATE_ISA_ID == 4
-template <int R, int C>
-TIDEGATE_INLINE void add_group(Dots<R, C>& t, const bf16* const* x, const bf16* const* w, int64_t i) {
-  Bf16Pairs rows[R];
-  for (int r = 0; r < R; ++r) {
-    rows[r] = load_pairs(x[r] + i);
-  }
-  for (int c = 0; c < C; ++c) {
-    const Bf16Pairs column = load_pairs(w[c] + i);
-    for (int r = 0; r < R; ++r) {
-      t.v[r][c] = dot(t.v[r][c], rows[r], column);
-    }
-  }
-}
-#endif
 
 // Weights that are multiplied later, `offset` elements behind these (0: none). The tiles of a column share the asking,
 // a cache line each in turn: one tile alone would wait for memory and leave it idle under the others.

@@ -4,6 +4,7 @@
 #include "ops/grouped_matmul/chains.kernel.h"
 #if TIDEGATE_ISA_ID == 4
 #include "ops/grouped_matmul/quads.kernel.h"
+#include "ops/grouped_matmul/zips.kernel.h"
 #endif
 #include "simd/turned.h"
 
@@ -13,7 +14,6 @@ namespace {
 using namespace grouped_matmul;
 
 // Up to so many rows weights are used as they stand: turning them costs as much as multiplying a dozen rows by them.
-// With a dot product for pairs that is always so.
 constexpr int64_t kFewRows = 12;
 
 // Weights whose columns are neighbours are packed so many columns at a time: their rows often lie a multiple of 4096
@@ -22,14 +22,12 @@ constexpr int64_t kPackColumns = 64;
 constexpr int64_t kPackAhead = 16;  // rows; the hardware does not foresee the next page
 
 constexpr int64_t kWidened = kBlockRows * kStretch;
-#if TIDEGATE_ISA_ID == 4
-constexpr int64_t kQuadRoom = quad_panel(kBlockRows) / 2 + quad_partial(kBlockRows, kBlockColumns);
-#else
-constexpr int64_t kQuadRoom = 0;
+#if TIDEGATE_ISA_ID != 4
+constexpr int64_t kQuadRoom = 0, kZipRoom = 0, kZipOuterRoom = 0;
 #endif
-constexpr int64_t kChainRoom = kWidened + kPackColumns * kStretch;
-constexpr int64_t kRoom = kQuadRoom > kChainRoom ? kQuadRoom : kChainRoom;
-constexpr int64_t kOuterRoom = kOuterLeft * (kTerms + kOuterRight) + kOuterRight * kTerms;
+constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t kRoom = larger(kWidened + kPackColumns * kStretch, larger(kQuadRoom, kZipRoom));
+constexpr int64_t kOuterRoom = larger(kOuterLeft * (kTerms + kOuterRight) + kOuterRight * kTerms, kZipOuterRoom);
 
 // Elements [first, first + n) of rows as floats, `pitch` apart, each times its factor if there are factors.
 void widen_rows(const void* const* rows, int type, int64_t count, int64_t first, int64_t n, const float* factors,
@@ -69,14 +67,12 @@ void pack_columns_of_weight(const Block& b, int64_t c, int64_t columns, int64_t 
 void product(const Block& b) noexcept {
   const bool pairs = b.row_type == 1 && b.weight_type == 1;
 #if TIDEGATE_ISA_ID == 4
-  if (b.weight_inner == 1 && pairs) {
-    const auto* const* rows = reinterpret_cast<const bf16* const*>(b.rows);
-    const auto* weight = static_cast<const bf16*>(b.weight);
-    quad_block(rows, b.row_count, weight, b.weight_column, b.columns, b.inner, b.out, b.pitch, !b.accumulate, b.room);
+  if (pairs) {
+    b.weight_inner == 1 ? quad_block(b) : zip_block(b);
     return;
   }
 #endif
-  if (b.weight_inner == 1 && (b.row_count <= kFewRows || (TIDEGATE_ISA_ID == 4 && pairs))) {
+  if (b.weight_inner == 1 && b.row_count <= kFewRows) {
     with_type(b.row_type, [&]<class X>(X*) {
       with_type(b.weight_type, [&]<class W>(W*) {
         dot_block(reinterpret_cast<const X* const*>(b.rows), b.row_count, static_cast<const W*>(b.weight),
@@ -112,6 +108,13 @@ void product(const Block& b) noexcept {
 }
 
 void outer(const OuterBlock& b) noexcept {
+#if TIDEGATE_ISA_ID == 4
+  // Rows times factors are rounded to be factors of a dot product: only where the result is rounded as well.
+  if (b.left_type == 1 && b.right_type == 1 && (b.factors == nullptr || b.out_type == 1)) {
+    zip_outer(b);
+    return;
+  }
+#endif
   float* left = b.room;
   float* sums = left + kOuterLeft * kTerms;
   float* panels = sums + kOuterLeft * kOuterRight;

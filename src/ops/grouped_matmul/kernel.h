@@ -7,13 +7,14 @@
 
 namespace tidegate::grouped_matmul {
 
-// A block is at most this large. Columns: what a task of few rows streams at a time. Rows: 64 rows of 2048 16-bit
+// A block is at most this large. Columns: what a task of few rows streams at a time. Rows: 128 rows of 2048 16-bit
 // channels are half of a second-level cache.
 inline constexpr int64_t kBlockRows = 128;
 inline constexpr int64_t kBlockColumns = 128;
 
-// out[r][c] = sum over i of rows[r][i] * weight(c, i). Sums are fp32; their order (see dots.kernel.h) depends on the
-// types and the instruction set, never on the number of rows or columns.
+// out[r][c] = sum over i of rows[r][i] * weight(c, i). Sums are fp32; their order (see dots.kernel.h,
+// quads.kernel.h and zips.kernel.h) depends on the types, the direction of the weight's memory and the instruction set,
+// never on the number of rows or columns.
 struct Block {
   const void* const* rows;  // elements of row_type, neighbours in memory
   int64_t row_count, columns, inner;
@@ -22,8 +23,9 @@ struct Block {
   int row_type, weight_type;
   float* out;  // out[r * pitch + c]
   int64_t pitch;
-  bool accumulate;  // to what out holds
-  float* room;      // room_floats of scratch
+  bool accumulate;    // to what out holds
+  float* room;        // room_floats of scratch
+  const void* later;  // a weight of the same strides that comes next and may be asked for early, or null
 };
 
 // out(m, n) = sum over r ascending of factors[r] * left[r][m] * right[r][n]; absent factors are 1.

@@ -6,10 +6,15 @@
 // l + 4, ... as one chain, then (0 + 2) + (1 + 3). It is the same for any number of rows and columns.
 #pragma once
 
+#include "ops/grouped_matmul/kernel.h"
 #include "simd/panels.h"
 
 namespace tidegate::TIDEGATE_ISA {
 namespace {
+
+using grouped_matmul::Block;
+using grouped_matmul::kBlockColumns;
+using grouped_matmul::kBlockRows;
 
 constexpr int64_t kQuad = 8;   // inner indices of a vector
 constexpr int64_t kLine = 32;  // elements of a cache line
@@ -19,12 +24,10 @@ constexpr int64_t kLine = 32;  // elements of a cache line
 constexpr int kQuadColumns = 8, kQuadVectors = 3;
 constexpr int64_t kQuadInner = 2048;  // packed at a time: 128 rows of them are half of a second cache
 
-inline constexpr int64_t quad_count(int64_t rows) { return (rows + 3) / 4; }
-inline constexpr int64_t quad_panel(int64_t rows) { return quad_count(rows) * 4 * kQuadInner; }  // elements
-// Partial sums of a block between two stretches of kQuadInner.
-inline constexpr int64_t quad_partial(int64_t rows, int64_t columns) {
-  return quad_count(rows) * kLanes * ((columns + kQuadColumns - 1) / kQuadColumns * kQuadColumns);
-}
+constexpr int64_t quad_count(int64_t rows) { return (rows + 3) / 4; }
+// Room: the packed rows, then partial sums of the block between two stretches of kQuadInner.
+constexpr int64_t kQuadPanels = quad_count(kBlockRows) * 4 * kQuadInner / 2;
+constexpr int64_t kQuadRoom = kQuadPanels + quad_count(kBlockRows) * kLanes * kBlockColumns;
 
 // Vectors [first, first + V) of rows, n <= kQuadInner inner indices from `begin` on: [n / 8][V] vectors; zeros beyond
 // n. Rows that are missing repeat the last one.
@@ -37,10 +40,11 @@ inline void pack_quads(const bf16* const* rows, int64_t row_count, int64_t begin
     bf16* to = panel + v * 2 * kLanes;
     int64_t i = 0;
     for (; i + kQuad <= n; i += kQuad, to += V * 2 * kLanes) {
-      copy_quads(a + i, b + i, c + i, d + i, to);
+      store_quad(to, load_quad(a + i), load_quad(b + i), load_quad(c + i), load_quad(d + i));
     }
-    if (i < n) {
-      store_pairs(to, load_quads_n(a + i, b + i, c + i, d + i, n - i));
+    if (const int64_t rest = n - i; rest > 0) {
+      store_quad(to, load_quad_n(a + i, rest), load_quad_n(b + i, rest), load_quad_n(c + i, rest),
+                 load_quad_n(d + i, rest));
     }
   }
 }
@@ -152,36 +156,40 @@ inline void quad_tile(const bf16* panel, const bf16* weight, int64_t step, int64
   }
 }
 
-// room: quad_panel(rows) elements of bf16, then quad_partial(rows, columns) floats.
-inline void quad_block(const bf16* const* rows, int64_t row_count, const bf16* weight, int64_t step, int64_t columns,
-                       int64_t n, float* out, int64_t pitch, bool fresh, float* room) {
-  bf16* panels = reinterpret_cast<bf16*>(room);
-  float* partials = room + quad_panel(row_count) / 2;
-  const int64_t all = quad_count(row_count);
+inline void quad_block(const Block& b) {
+  const auto* const* rows = reinterpret_cast<const bf16* const*>(b.rows);
+  const auto* weight = static_cast<const bf16*>(b.weight);
+  bf16* panels = reinterpret_cast<bf16*>(b.room);
+  const int64_t step = b.weight_column;
+  const int64_t all = quad_count(b.row_count);
   const int64_t groups = (all + kQuadVectors - 1) / kQuadVectors;
-  for (int64_t begin = 0; begin < n || begin == 0; begin += kQuadInner) {
-    const int64_t count = n - begin < kQuadInner ? n - begin : kQuadInner;
-    const int64_t quads = (count + kQuad - 1) / kQuad;
+  for (int64_t begin = 0; begin < b.inner || begin == 0; begin += kQuadInner) {
+    const int64_t count = b.inner - begin < kQuadInner ? b.inner - begin : kQuadInner;
+    const int64_t size = (count + kQuad - 1) / kQuad * 2 * kLanes;  // of a vector's row of quads
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t first = all * g / groups;
-      pack_quads(rows, row_count, begin, count, first, all * (g + 1) / groups - first,
-                 panels + first * quads * 2 * kLanes);
+      pack_quads(rows, b.row_count, begin, count, first, all * (g + 1) / groups - first, panels + first * size);
     }
-    float* partial = partials;
-    for (int64_t c = 0; c < columns; c += kQuadColumns) {
-      const int64_t later = columns - c - kQuadColumns;
-      const int64_t asked = later < 0 ? 0 : later < kQuadColumns ? later : kQuadColumns;
+    float* partial = b.room + kQuadPanels;
+    for (int64_t c = 0; c < b.columns; c += kQuadColumns) {
+      const int64_t rest = b.columns - c - kQuadColumns;
+      const bf16* next = rest > 0 ? weight + (c + kQuadColumns) * step : static_cast<const bf16*>(b.later);
+      const int64_t asked = next == nullptr ? 0 : rest > 0 && rest < kQuadColumns ? rest : kQuadColumns;
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t first = all * g / groups, V = all * (g + 1) / groups - first;
         const int64_t from = asked * g / groups;
-        const QuadsAhead ahead = {weight + (c + kQuadColumns + from) * step + begin, step,
+        const QuadsAhead ahead = {asked > 0 ? next + from * step + begin : nullptr, step,
                                   asked * (g + 1) / groups - from};
-        const QuadSums s = {
-            partial,     begin == 0, begin + count >= n, out + 4 * first * pitch + c, pitch, row_count - 4 * first,
-            columns - c, fresh};
-        const auto tile = [&](int64_t, auto size) {
-          quad_tile<decltype(size)::value>(panels + first * quads * 2 * kLanes, weight + c * step + begin, step, count,
-                                           ahead, s);
+        const QuadSums s = {partial,
+                            begin == 0,
+                            begin + count >= b.inner,
+                            b.out + 4 * first * b.pitch + c,
+                            b.pitch,
+                            b.row_count - 4 * first,
+                            b.columns - c,
+                            !b.accumulate};
+        const auto tile = [&](int64_t, auto vectors) {
+          quad_tile<decltype(vectors)::value>(panels + first * size, weight + c * step + begin, step, count, ahead, s);
         };
         one_tile<kQuadVectors>(0, V, tile);
         partial += kQuadColumns * V * kLanes;

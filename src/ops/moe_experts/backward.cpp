@@ -195,7 +195,7 @@ void backward(const Plan& p, const TensorView& dout, const MoeExpertsGradients& 
     collect(
         p, g.dx,
         [&](const Set& s, std::int64_t e, std::int64_t place, std::int64_t count, std::int64_t column,
-            std::int64_t columns, float* to, float* room) {
+            std::int64_t columns, std::int64_t, float* to, float* room) {
           const Trail& t = trails[&s == &p.routed ? 0 : 1];
           const void* rows[kBlockRows];
           for (int i = 0; i < 2; ++i) {

@@ -39,15 +39,20 @@ class TokenPlaces {
   const std::int32_t* rows() const { return rows_; }  // [token][slot]: the collected row, or -1
   std::int64_t count() const { return row_[set_.groups]; }
 
-  // f(group, first place, count, first row), at most kBlockRows at a time.
+  // f(group, first place, count, first row, group of the next run), at most kBlockRows at a time.
   template <class F>
   void for_each_run(F f) const {
+    std::int64_t next = 0;
     for (std::int64_t g = 0; g < set_.groups; ++g) {
       const std::int64_t count = row_[g + 1] - row_[g];
+      for (next = std::max(next, g + 1); next < set_.groups && row_[next + 1] == row_[next];) {
+        ++next;
+      }
       const std::int64_t blocks = (count + grouped_matmul::kBlockRows - 1) / grouped_matmul::kBlockRows;
       for (std::int64_t b = 0; b < blocks; ++b) {
         const std::int64_t from = count * b / blocks;
-        f(g, begin_[g] + from, count * (b + 1) / blocks - from, row_[g] + from);
+        f(g, begin_[g] + from, count * (b + 1) / blocks - from, row_[g] + from,
+          b + 1 < blocks || next == set_.groups ? g : next);
       }
     }
   }
@@ -59,7 +64,7 @@ class TokenPlaces {
   const std::int32_t* rows_;
 };
 
-// fill(set, group, place, count, first column, columns, out, room) writes rows kCollectColumns apart.
+// fill(set, group, place, count, first column, columns, next group, out, room) writes rows kCollectColumns apart.
 // finish(combine, first token, first column) adds what is particular to the direction.
 template <class Fill, class Finish>
 void collect(const Plan& p, const TensorView& out, Fill fill, Finish finish) {
@@ -81,9 +86,10 @@ void collect(const Plan& p, const TensorView& out, Fill fill, Finish finish) {
       const Set& s = i == 0 ? p.routed : p.shared;
       const TokenPlaces places(p, s, first, last, own);
       float* rows = own.floats(places.count() * kCollectColumns);
-      places.for_each_run([&](std::int64_t g, std::int64_t place, std::int64_t count, std::int64_t row) {
-        fill(s, g, place, count, column, columns, rows + row * kCollectColumns, room);
-      });
+      places.for_each_run(
+          [&](std::int64_t g, std::int64_t place, std::int64_t count, std::int64_t row, std::int64_t next) {
+            fill(s, g, place, count, column, columns, next, rows + row * kCollectColumns, room);
+          });
       collected[i] = rows;
       if (i == 0) {
         c.rows = places.rows();

@@ -25,7 +25,12 @@ void forward(const Plan& p, const TensorView& out, Scratch& scratch) {
     float* gate = own.floats(t.rows * kBlockColumns);
     float* up = own.floats(t.rows * kBlockColumns);
     float* room = own.floats(products.room_floats);
-    hidden_block(p, s, t, gate, up, room);
+    const void* later = nullptr;
+    if (i + 1 < routed.count()) {
+      const BlockTasks::Task next = routed[i + 1];
+      later = p.routed.gate.at(next.group, next.column, 0);
+    }
+    hidden_block(p, s, t, gate, up, room, later);
     Activation v{};
     v.gate = gate;
     v.up = up;
@@ -40,12 +45,13 @@ void forward(const Plan& p, const TensorView& out, Scratch& scratch) {
   collect(
       p, out,
       [&](const Set& s, std::int64_t g, std::int64_t place, std::int64_t count, std::int64_t column,
-          std::int64_t columns, float* to, float* room) {
+          std::int64_t columns, std::int64_t next, float* to, float* room) {
         const void* rows[kBlockRows];
         for (std::int64_t r = 0; r < count; ++r) {
           rows[r] = s.a + (place + r) * s.width() * p.bytes;
         }
-        multiply({s.down, g, column, columns, false}, rows, p.type, count, to, kCollectColumns, false, room);
+        multiply({s.down, g, column, columns, false, s.down.at(next, column, 0)}, rows, p.type, count, to,
+                 kCollectColumns, false, room);
         if (const LowRank& l = s.down_lora; l.rank > 0) {
           widen({l.b[0], g, column, columns, false}, l.u, l.rank, place, count, to, kCollectColumns, room);
         }

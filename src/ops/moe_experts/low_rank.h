@@ -56,14 +56,15 @@ inline const void** hidden_rows(const Plan& p, const Set& s, const char* data, S
                                       [&](std::int64_t j) { return data + j * s.width() * p.bytes; });
 }
 
-// gate and up of a block of places, with their additions.
+// gate and up of a block of places, with their additions. later: the weight of the next block, or null.
 inline void hidden_block(const Plan& p, const Set& s, const grouped_matmul::BlockTasks::Task& t, float* gate, float* up,
-                         float* room) {
+                         float* room, const void* later = nullptr) {
   const Weights* weights[] = {&s.gate, &s.up};
   float* to[] = {gate, up};
   const LowRank& l = s.hidden_lora;
   for (int i = 0; i < 2; ++i) {
-    multiply({*weights[i], t.group, t.column, t.columns, false}, s.x_rows + t.row, p.type, t.rows, to[i],
+    const void* next = i == 0 ? s.up.at(t.group, t.column, 0) : later;
+    multiply({*weights[i], t.group, t.column, t.columns, false, next}, s.x_rows + t.row, p.type, t.rows, to[i],
              grouped_matmul::kBlockColumns, false, room);
     if (l.rank > 0) {
       widen({l.b[i], t.group, t.column, t.columns, false}, l.u, l.rank, t.row, t.rows, to[i],

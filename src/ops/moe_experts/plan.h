@@ -81,11 +81,13 @@ void backward(const Plan& p, const TensorView& dout, const MoeExpertsGradients& 
 std::int64_t gate_tasks(const Plan& p);
 void run_gate_task(const Plan& p, std::int64_t task);
 
-// A product of at most kBlockRows rows. `transposed`: rows times W instead of rows times W^T.
+// A product of at most kBlockRows rows. `transposed`: rows times W instead of rows times W^T. later: what a product of
+// the same kind will read next, or null.
 struct Factor {
   const Weights& w;
   std::int64_t group, first, columns;
   bool transposed;
+  const void* later = nullptr;
 };
 void multiply(const Factor& f, const void* const* rows, int row_type, std::int64_t count, float* out,
               std::int64_t pitch, bool accumulate, float* room);
