@@ -49,6 +49,9 @@ def test_same_bits_and_memory_in_the_report(dtype):
     assert_bits("logits", tiny_models.logits(model, IDS[:1, :3]), tiny_models.logits(build(False, dtype), IDS[:1, :3]))
     assert held(model) == 0  # few rows: weights are used as they are
     assert_bits("logits", tiny_models.logits(model, IDS), want)
+    if tidegate.isa() == "avx512_bf16" and dtype == torch.bfloat16:
+        assert held(model) == 0  # its kernel never turns a weight
+        return
     size = sum(p.numel() * p.element_size() for m in experts(model) for p in m.parameters())
     assert held(model) == size
     (row,) = tidegate.report(model).only(op="experts")

@@ -2,7 +2,7 @@
 
 import torch
 
-from tidegate._native import ops
+from tidegate._native import isa, ops
 from tidegate.weight_cache import cache_of, is_computed
 
 TURNING_ROWS = 12  # an expert with more rows than this has its weights turned in every call, unless they are already
@@ -141,6 +141,8 @@ def _weights(module, x, ids, weights, lora):
     cache = cache_of(module)
     if cache is None or stored[2] == "kn" or ids.numel() <= TURNING_ROWS * stored[0].shape[0]:
         return stored
+    if isa() == "avx512_bf16" and stored[0].dtype == stored[1].dtype == x.dtype == torch.bfloat16:
+        return stored  # its kernel takes them as they stand for any number of rows; a copy would gain nothing
     wanted = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad or lora)
     if wanted or torch.compiler.is_compiling() or is_computed(module):
         return stored

@@ -109,8 +109,7 @@ void product(const Block& b) noexcept {
 
 void outer(const OuterBlock& b) noexcept {
 #if TIDEGATE_ISA_ID == 4
-  // Rows times factors are rounded to be factors of a dot product: only where the result is rounded as well.
-  if (b.left_type == 1 && b.right_type == 1 && (b.factors == nullptr || b.out_type == 1)) {
+  if (b.left_type == 1 && b.right_type == 1) {
     zip_outer(b);
     return;
   }

@@ -25,7 +25,8 @@ constexpr int kZipRows = 6, kZipVectors = 4;
 constexpr int64_t kZipPanel = kZipVectors * kLanes;
 
 constexpr int64_t kZipRoom = (kBlockRows + kBlockColumns) * kZipInner / 2;
-constexpr int64_t kZipOuterRoom = (kOuterLeft + kOuterRight) * kZipTerms / 2 + kOuterLeft * kOuterRight;
+constexpr int64_t kZipSums = (2 * kOuterLeft + kOuterRight) * kZipTerms / 2;  // where they begin
+constexpr int64_t kZipOuterRoom = kZipSums + kOuterLeft * kOuterRight;
 
 // Two rows, columns [c, c + kLanes) of `width`, as pairs. A missing second row counts as 0.
 TIDEGATE_INLINE Bf16Pairs zip_rows(const bf16* even, const bf16* odd, int64_t c, int64_t width) {
@@ -47,9 +48,10 @@ inline void zip_panels(At at, int64_t n, int64_t columns, bf16* panels) {
   }
 }
 
-// Pair (r, k) of the left factor stands at left[2 * (r * row + k * step)]; store(r, v, sums) for all R rows of a panel.
+// Pair (r, k) of the left factor stands at left[2 * (r * row + k * step)]; it is the sum of `parts` of them, the second
+// kOuterLeft * kZipTerms elements on. store(r, v, sums) for all R rows of a panel.
 template <int R, class Store>
-TIDEGATE_INLINE void zip_tile(const bf16* left, int64_t row, int64_t step, const bf16* panel, int64_t pairs,
+TIDEGATE_INLINE void zip_tile(const bf16* left, int64_t row, int64_t step, int parts, const bf16* panel, int64_t pairs,
                               Store store) {
   F32 t[R][kZipVectors];
 #pragma GCC unroll 8
@@ -59,22 +61,26 @@ TIDEGATE_INLINE void zip_tile(const bf16* left, int64_t row, int64_t step, const
       t[r][v] = zero();
     }
   }
-  for (int64_t k = 0; k < pairs; ++k) {
-    Bf16Pairs right[kZipVectors];
-#pragma GCC unroll 8
-    for (int v = 0; v < kZipVectors; ++v) {
-      right[v] = load_pairs(panel + 2 * v * kLanes);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Bf16Pairs factor = set1_pair(left + 2 * r * row);
+  for (int part = 0; part < parts; ++part) {
+    const bf16* from = left + part * kOuterLeft * kZipTerms;
+    const bf16* along = panel;
+    for (int64_t k = 0; k < pairs; ++k) {
+      Bf16Pairs right[kZipVectors];
 #pragma GCC unroll 8
       for (int v = 0; v < kZipVectors; ++v) {
-        t[r][v] = dot(t[r][v], factor, right[v]);
+        right[v] = load_pairs(along + 2 * v * kLanes);
       }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Bf16Pairs factor = set1_pair(from + 2 * r * row);
+#pragma GCC unroll 8
+        for (int v = 0; v < kZipVectors; ++v) {
+          t[r][v] = dot(t[r][v], factor, right[v]);
+        }
+      }
+      from += 2 * step;
+      along += 2 * kZipPanel;
     }
-    left += 2 * step;
-    panel += 2 * kZipPanel;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -119,7 +125,7 @@ inline void zip_block(const Block& b) {
     const bool fresh = first == 0 && !b.accumulate;
     for (int64_t c = 0; c < b.columns; c += kZipPanel) {
       for_zip_tiles(b.row_count, [&](int64_t r, auto size) {
-        zip_tile<decltype(size)::value>(rows + r * kZipInner, kZipInner / 2, 1, panels + 2 * c * pairs, pairs,
+        zip_tile<decltype(size)::value>(rows + r * kZipInner, kZipInner / 2, 1, 1, panels + 2 * c * pairs, pairs,
                                         [&](int i, int v, F32 sum) {
                                           float* to = b.out + (r + i) * b.pitch + c + v * kLanes;
                                           const int64_t left = b.columns - c - v * kLanes;
@@ -130,31 +136,31 @@ inline void zip_block(const Block& b) {
   }
 }
 
-// Rows as left factors of outer products: [pairs of rows][kOuterLeft], each element times the factor of its row and
-// rounded.
+// Rows as left factors of outer products: [pairs of rows][kOuterLeft]. Products with the factors of the rows are two
+// bf16 numbers each, what is left after the first rounding in a second array: no bit that fp32 sums would see is lost.
 inline void zip_left(const OuterBlock& b, int64_t first, int64_t n, bf16* to) {
   for (int64_t k = 0; k < n; k += 2, to += 2 * kOuterLeft) {
-    const auto row = [&](int64_t i) {
-      return i < n ? static_cast<const bf16*>(b.left[first + i]) + b.left_first : nullptr;
-    };
-    const auto factor = [&](int64_t i) { return set1(i < n ? b.factors[first + i] : 0.0f); };
-    const bf16 *even = row(k), *odd = row(k + 1);
+    const bf16* even = static_cast<const bf16*>(b.left[first + k]) + b.left_first;
+    const bf16* odd = k + 1 < n ? static_cast<const bf16*>(b.left[first + k + 1]) + b.left_first : nullptr;
     for (int64_t m = 0; m < b.left_count; m += kLanes) {
       if (b.factors == nullptr) {
         store_pairs(to + 2 * m, zip_rows(even, odd, m, b.left_count));
         continue;
       }
-      const F32 x = factor(k) * load_part(even + m, b.left_count - m);
-      const F32 y = odd != nullptr ? factor(k + 1) * load_part(odd + m, b.left_count - m) : zero();
-      store_pairs(to + 2 * m, zip(round_to(x, even), round_to(y, even)));
+      const F32 x = set1(b.factors[first + k]) * load_part(even + m, b.left_count - m);
+      const F32 y = odd != nullptr ? set1(b.factors[first + k + 1]) * load_part(odd + m, b.left_count - m) : zero();
+      const F32 high_x = round_to(x, even), high_y = round_to(y, even);
+      store_pairs(to + 2 * m, zip(high_x, high_y));
+      store_pairs(to + kOuterLeft * kZipTerms + 2 * m, zip(round_to(x - high_x, even), round_to(y - high_y, even)));
     }
   }
 }
 
 inline void zip_outer(const OuterBlock& b) {
   bf16* left = reinterpret_cast<bf16*>(b.room);
-  bf16* panels = left + kOuterLeft * kZipTerms;
-  float* sums = b.room + (kOuterLeft + kOuterRight) * kZipTerms / 2;
+  bf16* panels = left + 2 * kOuterLeft * kZipTerms;
+  float* sums = b.room + kZipSums;
+  const int parts = b.factors != nullptr ? 2 : 1;
   for (int64_t first = 0; first < b.rows || first == 0; first += kZipTerms) {
     const int64_t n = b.rows - first < kZipTerms ? b.rows - first : kZipTerms;
     const int64_t pairs = (n + 1) / 2;
@@ -165,7 +171,7 @@ inline void zip_outer(const OuterBlock& b) {
     with_type(b.out_type, [&]<class T>(T*) {
       for (int64_t c = 0; c < b.right_count; c += kZipPanel) {
         for_zip_tiles(b.left_count, [&](int64_t m, auto size) {
-          zip_tile<decltype(size)::value>(left + 2 * m, 1, kOuterLeft, panels + 2 * c * pairs, pairs,
+          zip_tile<decltype(size)::value>(left + 2 * m, 1, kOuterLeft, parts, panels + 2 * c * pairs, pairs,
                                           [&](int i, int v, F32 sum) {
                                             float* at = sums + (m + i) * kOuterRight + c + v * kLanes;
                                             const F32 total = first != 0 ? load(at) + sum : sum;
