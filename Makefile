@@ -8,7 +8,7 @@ JOBS ?= $(shell nproc)
 PEERS ?= .venv-peers
 # What users of the patch layer have; `make test` without them skips the tests that build models.
 MODELS ?= transformers[kernels] peft accelerate safetensors
-RESULTS ?= bench/results/zen3-2-cores.json
+RESULTS ?= bench/results/zen4-2-cores.json
 RELEASES := 5.2.0 5.9.0 5.14.1 5.15.0 5.18.0 newest
 PY := $(VENV)/bin/python
 
