@@ -71,7 +71,7 @@ constexpr std::uint32_t kBlock = 1u << 12;
 constexpr std::uint32_t kTask = 1u << 16;
 
 // Stores kTask consecutive patterns; returns how many of the results are wrong.
-int wrong_stores(const SimdProbe& probe, const Format& format, const std::vector<Step>& steps, std::uint32_t first) {
+int wrong_stores(SimdProbe::Store store, const std::vector<Step>& steps, std::uint32_t first) {
   const std::uint32_t sign = first & 0x80000000u;
   auto step = std::upper_bound(steps.begin(), steps.end(), first & 0x7fffffffu,
                                [](std::uint32_t u, const Step& s) { return u < s.first; }) -
@@ -83,7 +83,7 @@ int wrong_stores(const SimdProbe& probe, const Format& format, const std::vector
     for (std::uint32_t i = 0; i < kBlock; ++i) {
       in[i] = std::bit_cast<float>(start + i);
     }
-    probe.store[format.index](out, in, kBlock);
+    store(out, in, kBlock);
     const std::uint32_t magnitude = start & 0x7fffffffu;
     for (std::uint32_t i = 0; i < kBlock;) {
       while (step + 1 != steps.end() && step[1].first <= magnitude + i) {
@@ -108,7 +108,7 @@ bool special(std::uint32_t first) {
 
 class SimdConvert : public SimdSuite {
  protected:
-  void check_stores(const Format& format) {
+  void check_stores(const Format& format, SimdProbe::Store store) {
     const std::vector<Step> steps = expected_steps(format);
     // All 2^32 patterns where that takes seconds; else every 7th run of 2^16 patterns and the special exponents.
     const bool all = kFastBuild && GetParam() != Isa::kScalar;
@@ -119,7 +119,7 @@ class SimdConvert : public SimdSuite {
     parallel_for((std::int64_t{1} << 32) / kTask, [&](std::int64_t task) {
       const std::uint32_t first = static_cast<std::uint32_t>(task) * kTask;
       if (all || task % every == 0 || (special(first) && task % every_special == 0)) {
-        const int n = wrong_stores(probe, format, steps, first);
+        const int n = wrong_stores(store, steps, first);
         if (n != 0) {
           wrong += n;
           example = first;
@@ -171,8 +171,23 @@ class SimdConvert : public SimdSuite {
   }
 };
 
-TEST_P(SimdConvert, StoresBf16) { check_stores(kBf16); }
-TEST_P(SimdConvert, StoresF16) { check_stores(kF16); }
+TEST_P(SimdConvert, StoresBf16) { check_stores(kBf16, probe.store[kBf16.index]); }
+TEST_P(SimdConvert, StoresF16) { check_stores(kF16, probe.store[kF16.index]); }
+TEST_P(SimdConvert, StoresPairsOfBf16) { check_stores(kBf16, probe.store2[kBf16.index]); }
+TEST_P(SimdConvert, StreamsPairsOfBf16) { check_stores(kBf16, probe.stream2[kBf16.index]); }
+
+// A vector in which all kinds of numbers stand side by side has the results that they have among their like.
+TEST_P(SimdConvert, StoresPairsOfMixedBf16) {
+  alignas(64) float in[kBlock];
+  alignas(64) std::uint16_t out[kBlock];
+  alignas(64) std::uint16_t expected[kBlock];
+  for (std::uint32_t i = 0; i < kBlock; ++i) {
+    in[i] = std::bit_cast<float>((i * 2654435761u) & (i % 3 == 0 ? 0x80ffffffu : 0xffffffffu));
+  }
+  probe.store[kBf16.index](expected, in, kBlock);
+  probe.store2[kBf16.index](out, in, kBlock);
+  EXPECT_TRUE(std::equal(out, out + kBlock, expected));
+}
 TEST_P(SimdConvert, LoadsBf16) { check_loads(kBf16); }
 TEST_P(SimdConvert, LoadsF16) { check_loads(kF16); }
 TEST_P(SimdConvert, RoundsToBf16) { check_rounding(kBf16); }

@@ -191,8 +191,8 @@ TIDEGATE_INLINE F32 dot(F32 acc, Bf16Pairs a, Bf16Pairs b) {
 }
 
 // Two vectors of neighbouring elements. In memory order for float and f16; a bf16 pair shares 32 bits, so there `a`
-// holds the even elements and `b` the odd ones: one instruction each instead of a conversion. pair_slot() says which is
-// where.
+// holds the even elements and `b` the odd ones: one instruction each instead of a conversion. pair_element() says which
+// is where.
 struct F32x2 {
   F32 a, b;
 };

@@ -211,6 +211,53 @@ TIDEGATE_EMULATED simde__m512 dot(simde__m512 acc, simde__m512bh a, simde__m512b
   return join(dot_half(h.v[0], x[0], y[0]), dot_half(h.v[1], x[1], y[1]));
 }
 
+// The conversion of two vectors to bf16: b's results in the upper half. Denormals become 0 before and after.
+TIDEGATE_EMULATED simde__m512bh narrow_pair(simde__m512 b, simde__m512 a) {
+  float lanes[32];
+  simde_mm512_storeu_ps(lanes, a);
+  simde_mm512_storeu_ps(lanes + 16, b);
+  uint16_t words[32];
+  for (int i = 0; i < 32; ++i) {
+    uint32_t u;
+    memcpy(&u, lanes + i, sizeof u);
+    if ((u & 0x7f800000u) == 0) {
+      words[i] = static_cast<uint16_t>(u >> 16 & 0x8000u);
+    } else if ((u & 0x7fffffffu) > 0x7f800000u) {
+      words[i] = static_cast<uint16_t>(u >> 16 | 0x40u);
+    } else {
+      words[i] = static_cast<uint16_t>((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+    }
+  }
+  simde__m512bh result;
+  memcpy(&result, words, sizeof result);
+  return result;
+}
+TIDEGATE_EMULATED simde__m512i permute_words(simde__m512i order, simde__m512i a) {
+  uint16_t from[32];
+  uint16_t to[32];
+  uint16_t index[32];
+  memcpy(from, &a, sizeof from);
+  memcpy(index, &order, sizeof index);
+  for (int i = 0; i < 32; ++i) {
+    to[i] = from[index[i] & 31];
+  }
+  simde__m512i result;
+  memcpy(&result, to, sizeof result);
+  return result;
+}
+template <int classes>
+TIDEGATE_EMULATED simde__mmask16 classify(simde__m512 a) {
+  static_assert(classes == 0x20, "only denormals are asked for");
+  const Halves h = split(a);
+  int mask = 0;
+  for (int i = 0; i < 2; ++i) {
+    const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), h.v[i]);
+    const __m256 small = _mm256_cmp_ps(size, _mm256_set1_ps(0x1p-126f), _CMP_LT_OQ);
+    mask |= _mm256_movemask_ps(_mm256_and_ps(small, _mm256_cmp_ps(size, _mm256_setzero_ps(), _CMP_GT_OQ))) << 8 * i;
+  }
+  return static_cast<simde__mmask16>(mask);
+}
+
 // Integer products, as AVX2 has them on half the width. SIMDe's byte product goes through 16 bits lane by lane.
 struct IntegerHalves {
   __m256i v[2];
@@ -266,15 +313,18 @@ TIDEGATE_EMULATED simde__m512 integers_to_float(simde__m512i a) {
 #undef _mm512_cvtepi32_ps
 #undef _mm512_cvtepu16_epi32
 #undef _mm512_cvtph_ps
+#undef _mm512_cvtne2ps_pbh
 #undef _mm512_cvtps_ph
 #undef _mm512_dpbf16_ps
 #undef _mm512_dpbusd_epi32
 #undef _mm512_extractf32x8_ps
+#undef _mm512_fpclass_ps_mask
 #undef _mm512_madd_epi16
 #undef _mm512_mask_blend_ps
 #undef _mm512_mask_or_epi32
 #undef _mm512_mask_storeu_ps
 #undef _mm512_maskz_loadu_ps
+#undef _mm512_permutexvar_epi16
 #undef _mm512_roundscale_ps
 #undef _mm512_scalef_ps
 #undef _mm512_stream_ps
@@ -287,15 +337,18 @@ TIDEGATE_EMULATED simde__m512 integers_to_float(simde__m512i a) {
 #define _mm512_cvtepi32_ps(a) tidegate::emulated::integers_to_float(a)
 #define _mm512_cvtepu16_epi32(a) tidegate::emulated::widen_u16(a)
 #define _mm512_cvtph_ps(a) tidegate::emulated::half_to_float(a)
+#define _mm512_cvtne2ps_pbh(b, a) tidegate::emulated::narrow_pair(b, a)
 #define _mm512_cvtps_ph(a, rounding) tidegate::emulated::float_to_half<rounding>(a)
 #define _mm512_dpbf16_ps(acc, a, b) tidegate::emulated::dot(acc, a, b)
 #define _mm512_dpbusd_epi32(acc, a, b) tidegate::emulated::dot_bytes(acc, a, b)
 #define _mm512_extractf32x8_ps(a, i) tidegate::emulated::high_half(a)
+#define _mm512_fpclass_ps_mask(a, classes) tidegate::emulated::classify<classes>(a)
 #define _mm512_madd_epi16(a, b) tidegate::emulated::multiply_words(a, b)
 #define _mm512_mask_blend_ps(k, no, yes) tidegate::emulated::blend(k, no, yes)
 #define _mm512_mask_or_epi32(src, k, a, b) tidegate::emulated::masked_or(src, k, a, b)
 #define _mm512_mask_storeu_ps(p, k, a) tidegate::emulated::store_floats(p, k, a)
 #define _mm512_maskz_loadu_ps(k, p) tidegate::emulated::load_floats(k, p)
+#define _mm512_permutexvar_epi16(order, a) tidegate::emulated::permute_words(order, a)
 #define _mm512_roundscale_ps(a, control) tidegate::emulated::round_to_integer<control>(a)
 #define _mm512_scalef_ps(a, b) tidegate::emulated::scale(a, b)
 #define _mm512_stream_ps(p, a) tidegate::emulated::stream_floats(p, a)

@@ -63,8 +63,10 @@ template <class T>
 inline void pair_parameters(float* p, int64_t n) {
   for (int64_t c = 0; c + 2 * kLanes <= n; c += 2 * kLanes) {
     float group[2 * kLanes];
-    for (int i = 0; i < 2 * kLanes; ++i) {
-      group[pair_slot(i, static_cast<const T*>(nullptr))] = p[c + i];
+    for (int half = 0; half < 2; ++half) {
+      for (int i = 0; i < kLanes; ++i) {
+        group[half * kLanes + i] = p[c + pair_element(half * kLanes + i, static_cast<const T*>(nullptr))];
+      }
     }
     memcpy(p + c, group, sizeof group);
   }

@@ -66,12 +66,12 @@ TIDEGATE_INLINE F32 times_rate(F32 rate, F32 value) {
   return select(equal(rate, set1(__builtin_inff())), infinite, rate * value);
 }
 
-// Where element i of 2 * kLanes neighbours stands in an F32x2 that was loaded from memory of type T.
+// Which of 2 * kLanes neighbours in memory of type T stands at place i of an F32x2 that was loaded there.
 template <class T>
-static constexpr int pair_slot(int i, const T*) {
+static constexpr int pair_element(int i, const T*) {
   return i;
 }
-[[maybe_unused]] static constexpr int pair_slot(int i, const bf16*) { return i % 2 * kLanes + i / 2; }
+[[maybe_unused]] static constexpr int pair_element(int i, const bf16*) { return i % kLanes * 2 + i / kLanes; }
 
 TIDEGATE_INLINE constexpr bool is_bf16(const bf16*) { return true; }
 TIDEGATE_INLINE constexpr bool is_bf16(const f16*) { return false; }

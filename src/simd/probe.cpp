@@ -38,6 +38,27 @@ void stream_all(void* to, const float* a, int64_t n) {
   stream_fence();
 }
 template <class T>
+F32x2 pair_at(const float* a) {
+  float group[2 * kLanes];
+  for (int i = 0; i < 2 * kLanes; ++i) {
+    group[i] = a[pair_element(i, static_cast<const T*>(nullptr))];
+  }
+  return {load(group), load(group + kLanes)};
+}
+template <class T>
+void store2_all(void* to, const float* a, int64_t n) {
+  for (int64_t i = 0; i < n; i += 2 * kLanes) {
+    store2(static_cast<T*>(to) + i, pair_at<T>(a + i));
+  }
+}
+template <class T>
+void stream2_all(void* to, const float* a, int64_t n) {
+  for (int64_t i = 0; i < n; i += 2 * kLanes) {
+    stream2(static_cast<T*>(to) + i, pair_at<T>(a + i));
+  }
+  stream_fence();
+}
+template <class T>
 void load_part(const void* from, float* out, int64_t n) {
   store(out, load_n(static_cast<const T*>(from), n));
 }
@@ -98,6 +119,8 @@ const SimdProbe simd_probe = {
     .load = {load_all<float>, load_all<bf16>, load_all<f16>},
     .store = {store_all<float>, store_all<bf16>, store_all<f16>},
     .stream = {stream_all<float>, stream_all<bf16>, stream_all<f16>},
+    .store2 = {store2_all<float>, store2_all<bf16>, store2_all<f16>},
+    .stream2 = {stream2_all<float>, stream2_all<bf16>, stream2_all<f16>},
     .load_n = {load_part<float>, load_part<bf16>, load_part<f16>},
     .store_n = {store_part<float>, store_part<bf16>, store_part<f16>},
     .sum = sum_lanes,

@@ -27,6 +27,7 @@ struct SimdProbe {
   Load load[kDataTypes];
   Store store[kDataTypes];
   Store stream[kDataTypes];
+  Store store2[kDataTypes], stream2[kDataTypes];  // n is a multiple of 2 * lanes
   // One vector of which n elements exist in memory, 0 <= n <= lanes; the float side always has `lanes` elements.
   Load load_n[kDataTypes];
   Store store_n[kDataTypes];

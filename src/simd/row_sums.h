@@ -42,6 +42,28 @@ template <class T>
   return sum(even + odd);
 }
 
+// apply(r, scale) for rows [first, last), where scale = (squares(r) / count + eps)^-1/2. The scales of several rows
+// come first, in vectors: a sum, a root and two divisions wait for each other, and short rows leave nothing to do
+// meanwhile.
+template <class Squares, class Apply>
+[[gnu::always_inline]] inline void for_scaled_rows(int64_t first, int64_t last, float count, float eps, Squares squares,
+                                                   Apply apply) {
+  constexpr int64_t kRows = 16;
+  for (int64_t r0 = first; r0 < last; r0 += kRows) {
+    const int64_t n = last - r0 < kRows ? last - r0 : kRows;
+    float scales[kRows] = {};
+    for (int64_t i = 0; i < n; ++i) {
+      scales[i] = squares(r0 + i);
+    }
+    for (int64_t i = 0; i < kRows; i += kLanes) {
+      store(scales + i, set1(1.0f) / sqrt(load(scales + i) / set1(count) + set1(eps)));
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      apply(r0 + i, scales[i]);
+    }
+  }
+}
+
 // sum of f(c, lanes) over the row.
 template <class F>
 [[gnu::always_inline]] inline float sum_lanes(int64_t n, F f) {

@@ -27,14 +27,12 @@ TIDEGATE_INLINE void scale_row(const T* x, U* y, F32 scale, int64_t n, bool) {
 
 template <class T, class U>
 void fwd(const Args& a, int64_t first, int64_t last) noexcept {
-  for (int64_t r = first; r < last; ++r) {
-    const T* x = row_of<const T>(a.x, r);
-    U* y = row_of<U>(a.y, r);
-    const float rstd = 1.0f / __builtin_sqrtf(sum_squares(x, a.width) + a.eps);
-    *row_of<float>(a.rstd, r) = rstd;
-    const F32 scale = set1(rstd);
-    scale_row(x, y, scale, a.width, a.stream);
-  }
+  for_scaled_rows(
+      first, last, 1.0f, a.eps, [&](int64_t r) { return sum_squares(row_of<const T>(a.x, r), a.width); },
+      [&](int64_t r, float rstd) {
+        *row_of<float>(a.rstd, r) = rstd;
+        scale_row(row_of<const T>(a.x, r), row_of<U>(a.y, r), set1(rstd), a.width, a.stream);
+      });
   if (a.stream) {
     stream_fence();
   }

@@ -12,21 +12,23 @@ using rms_norm::kSumRows;
 
 template <class T>
 void fwd(const Args& a, int64_t first, int64_t last) noexcept {
-  for (int64_t r = first; r < last; ++r) {
-    const T* x = row_of<const T>(a.x, r);
-    T* y = row_of<T>(a.y, r);
-    const float scale = 1.0f / __builtin_sqrtf(sum_squares(x, a.width) / static_cast<float>(a.width) + a.eps);
-    *row_of<float>(a.rstd, r) = scale;
-    const F32 rstd = set1(scale);
-    for_pairs(
-        a.width,
-        [&](int64_t c) {
-          const F32x2 v = load2(x + c);
-          const F32x2 scaled = {v.a * rstd * load(a.scale + c), v.b * rstd * load(a.scale + c + kLanes)};
-          a.stream ? stream2(y + c, scaled) : store2(y + c, scaled);
-        },
-        [&](int64_t c, auto lanes) { lanes.put(y + c, lanes.get(x + c) * rstd * lanes.get(a.scale + c)); });
-  }
+  for_scaled_rows(
+      first, last, static_cast<float>(a.width), a.eps,
+      [&](int64_t r) { return sum_squares(row_of<const T>(a.x, r), a.width); },
+      [&](int64_t r, float scale) {
+        const T* x = row_of<const T>(a.x, r);
+        T* y = row_of<T>(a.y, r);
+        *row_of<float>(a.rstd, r) = scale;
+        const F32 rstd = set1(scale);
+        for_pairs(
+            a.width,
+            [&](int64_t c) {
+              const F32x2 v = load2(x + c);
+              const F32x2 scaled = {v.a * rstd * load(a.scale + c), v.b * rstd * load(a.scale + c + kLanes)};
+              a.stream ? stream2(y + c, scaled) : store2(y + c, scaled);
+            },
+            [&](int64_t c, auto lanes) { lanes.put(y + c, lanes.get(x + c) * rstd * lanes.get(a.scale + c)); });
+      });
   if (a.stream) {
     stream_fence();
   }

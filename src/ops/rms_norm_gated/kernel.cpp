@@ -58,23 +58,29 @@ TIDEGATE_INLINE void fwd_vector(const Args& a, const T* x, const T* z, T* y, F32
 }
 
 template <bool kHf, bool kSigmoid, class T>
-void fwd_rows(const Args& a, int64_t first, int64_t last) {
-  for (int64_t r = first; r < last; ++r) {
-    const T* x = row_of<const T>(a.x, r);
-    const T* z = row_of<const T>(a.z, r);
-    T* y = row_of<T>(a.y, r);
-    const float mean = sum_squares(x, a.width) / static_cast<float>(a.width);
-    const float scale = 1.0f / __builtin_sqrtf(mean + a.eps);
-    *row_of<float>(a.rstd, r) = scale;
-    const F32 rstd = set1(scale);
-    int64_t c = 0;
-    for (; c + 4 * kLanes <= a.width; c += 4 * kLanes) {
-      fwd_group<2, kHf, kSigmoid>(a, x, z, y, rstd, c);
-    }
-    for_pairs(
-        a.width - c, [&](int64_t i) { fwd_group<1, kHf, kSigmoid>(a, x, z, y, rstd, c + i); },
-        [&](int64_t i, auto lanes) { fwd_vector<kHf, kSigmoid>(a, x, z, y, rstd, c + i, lanes); });
+TIDEGATE_INLINE void fwd_row(const Args& a, int64_t r, float scale) {
+  const T* x = row_of<const T>(a.x, r);
+  const T* z = row_of<const T>(a.z, r);
+  T* y = row_of<T>(a.y, r);
+  const F32 rstd = set1(scale);
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= a.width; c += 4 * kLanes) {
+    fwd_group<2, kHf, kSigmoid>(a, x, z, y, rstd, c);
   }
+  for_pairs(
+      a.width - c, [&](int64_t i) { fwd_group<1, kHf, kSigmoid>(a, x, z, y, rstd, c + i); },
+      [&](int64_t i, auto lanes) { fwd_vector<kHf, kSigmoid>(a, x, z, y, rstd, c + i, lanes); });
+}
+
+template <bool kHf, bool kSigmoid, class T>
+void fwd_rows(const Args& a, int64_t first, int64_t last) {
+  for_scaled_rows(
+      first, last, static_cast<float>(a.width), a.eps,
+      [&](int64_t r) { return sum_squares(row_of<const T>(a.x, r), a.width); },
+      [&](int64_t r, float rstd) {
+        *row_of<float>(a.rstd, r) = rstd;
+        fwd_row<kHf, kSigmoid, T>(a, r, rstd);
+      });
   if (a.stream) {
     stream_fence();
   }
