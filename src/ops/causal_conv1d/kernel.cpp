@@ -13,37 +13,51 @@ using namespace causal_conv1d;
 
 constexpr int kTokens = 4;
 
-// kCount outputs of 2 * kLanes channels at c from kCount + W - 1 rows; taps are added oldest first, after the bias.
-template <int W, int kCount, bool kSilu, class T>
-TIDEGATE_INLINE void conv_group(const T* const* rows, const float* w, int64_t pitch, T* const* out, int64_t c) {
-  constexpr int kSets = (kCount + 1) / 2;  // the gate works on two tokens at a time
-  constexpr int kVectors = 2 * kCount / kSets;
-  F32 p[kSets][kVectors];
-  const float* bias = w + W * pitch + c;
+// kCount outputs of kGroups * 2 * kLanes channels at c from kCount + W - 1 rows; taps are added oldest first, after the
+// bias. The gate works on four vectors at a time.
+template <int W, int kCount, int kGroups, bool kSilu, class T>
+TIDEGATE_INLINE void conv_group(const T* const* rows, const float* w, int64_t pitch, T* const* out, int64_t c,
+                                bool streamed) {
+  constexpr int kVectors = 2 * kCount * kGroups;
+  constexpr int kSet = kVectors < 4 ? kVectors : 4;
+  F32 p[kVectors / kSet][kSet];
+  const auto sum_at = [&](int i, int v) -> F32& {
+    const int at = 2 * kGroups * i + v;
+    return p[at / kSet][at % kSet];
+  };
+#pragma GCC unroll 4
   for (int i = 0; i < kCount; ++i) {
-    p[i / 2][i % 2 * 2] = load(bias);
-    p[i / 2][i % 2 * 2 + 1] = load(bias + kLanes);
+#pragma GCC unroll 8
+    for (int v = 0; v < 2 * kGroups; ++v) {
+      sum_at(i, v) = load(w + W * pitch + c + v * kLanes);
+    }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kCount + W - 1; ++r) {
-    const F32x2 x = load2(rows[r] + c);
 #pragma GCC unroll 4
-    for (int i = 0; i < kCount; ++i) {
-      if (r - i >= 0 && r - i < W) {
-        const float* tap = w + (r - i) * pitch + c;
-        p[i / 2][i % 2 * 2] = fma(load(tap), x.a, p[i / 2][i % 2 * 2]);
-        p[i / 2][i % 2 * 2 + 1] = fma(load(tap + kLanes), x.b, p[i / 2][i % 2 * 2 + 1]);
+    for (int g = 0; g < kGroups; ++g) {
+      const F32x2 x = load2(rows[r] + c + g * 2 * kLanes);
+#pragma GCC unroll 4
+      for (int i = 0; i < kCount; ++i) {
+        if (r - i >= 0 && r - i < W) {
+          const float* tap = w + (r - i) * pitch + c + g * 2 * kLanes;
+          sum_at(i, 2 * g) = fma(load(tap), x.a, sum_at(i, 2 * g));
+          sum_at(i, 2 * g + 1) = fma(load(tap + kLanes), x.b, sum_at(i, 2 * g + 1));
+        }
       }
     }
   }
-#pragma GCC unroll 2
-  for (int s = 0; s < kSets; ++s) {
+#pragma GCC unroll 4
+  for (int s = 0; s < kVectors / kSet; ++s) {
     if (kSilu) {
       gate_group<true>(p[s], out[0]);
     }
-    for (int i = 0; i < kVectors / 2; ++i) {
-      const F32x2 y = {p[s][2 * i], p[s][2 * i + 1]};
-      store2(out[2 * s + i] + c, y);
+#pragma GCC unroll 2
+    for (int v = 0; v < kSet; v += 2) {
+      const int at = s * kSet + v;
+      const F32x2 y = {p[s][v], p[s][v + 1]};
+      T* to = out[at / (2 * kGroups)] + c + at % (2 * kGroups) * kLanes;
+      streamed ? stream2(to, y) : store2(to, y);
     }
   }
 }
@@ -64,24 +78,27 @@ TIDEGATE_INLINE void conv_vector(const T* const* rows, const float* w, int64_t p
   }
 }
 
+// Asks for what comes `ahead` elements after the rows that are new to these tokens: the next tokens, or the next
+// channels of a single one. Pieces of rows are too short for the caches to foresee that.
 template <int W, int kCount, bool kSilu, class T>
-void conv_rows(const T* const* rows, const float* w, int64_t pitch, T* const* out, int64_t n, Order order) {
+void conv_rows(const T* const* rows, const float* w, int64_t pitch, T* const* out, int64_t n, Order order,
+               int64_t ahead, bool streamed) {
+  constexpr int kGroups = kTokens / kCount;  // a single token takes several groups, for as many chains at a time
+  constexpr int64_t kChannels = kGroups * 2 * kLanes;
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
   int64_t c = 0;
+  for (; order == Order::kPaired && c + kChannels <= n; c += kChannels) {
+    for (int r = kCount == 1 ? 0 : W - 1; r < kCount + W - 1; ++r) {
+      for (int64_t e = 0; e < kChannels; e += kLine) {
+        prefetch(rows[r] + ahead + c + e);
+      }
+    }
+    conv_group<W, kCount, kGroups, kSilu>(rows, w, pitch, out, c, streamed);
+  }
   for (; order == Order::kPaired && c + 2 * kLanes <= n; c += 2 * kLanes) {
-    conv_group<W, kCount, kSilu>(rows, w, pitch, out, c);
+    conv_group<W, kCount, 1, kSilu>(rows, w, pitch, out, c, streamed);
   }
   for_lanes(n - c, [&](int64_t i, auto lanes) { conv_vector<W, kCount, kSilu>(rows, w, pitch, out, c + i, lanes); });
-}
-
-// A row on its way past the caches: whole vectors, then the rest as usual.
-template <class T>
-void stream_row(T* to, const T* from, int64_t n) {
-  constexpr int64_t kFloats = sizeof(float) / sizeof(T) * kLanes;  // elements of T in a vector of floats
-  int64_t c = 0;
-  for (; c + kFloats <= n; c += kFloats) {
-    stream(reinterpret_cast<float*>(to + c), load(reinterpret_cast<const float*>(from + c)));
-  }
-  memcpy(to + c, from + c, static_cast<size_t>(n - c) * sizeof(T));
 }
 
 template <class T>
@@ -133,7 +150,6 @@ void conv_segment(const Grid& x, const Grid& y, const Tile& tile, const T* const
                   const float* w, int64_t pitch, Order order, bool streamed) {
   const T* rows[kTokens + W - 1];
   T* out[kTokens];
-  alignas(64) T staged[kTokens][kChannelBlock];
   const auto source = [&](int64_t t) {
     return t >= tile.begin ? at<const T>(x, tile.row, channel, t) : history[t - tile.begin + W - 1];
   };
@@ -142,28 +158,23 @@ void conv_segment(const Grid& x, const Grid& y, const Tile& tile, const T* const
     for (int r = 0; r < kTokens + W - 1; ++r) {
       rows[r] = source(t + r - (W - 1));
     }
-    // Rows of a wide tensor often lie a multiple of 4096 bytes apart; writing four of them at once makes the caches and
-    // the store buffer collide. A large result is therefore put together here and leaves row by row.
     for (int i = 0; i < kTokens; ++i) {
-      out[i] = streamed ? staged[i] : at<T>(y, tile.row, channel, t + i);
+      out[i] = at<T>(y, tile.row, channel, t + i);
     }
-    conv_rows<W, kTokens, kSilu, T>(rows, w, pitch, out, n, order);
-    for (int i = 0; i < kTokens && streamed; ++i) {
-      stream_row(at<T>(y, tile.row, channel, t + i), staged[i], n);
-    }
+    conv_rows<W, kTokens, kSilu, T>(rows, w, pitch, out, n, order, kTokens * x.token, streamed);
   }
   for (; t < tile.last; ++t) {
     for (int r = 0; r < W; ++r) {
       rows[r] = source(t + r - (W - 1));
     }
     out[0] = at<T>(y, tile.row, channel, t);
-    conv_rows<W, 1, kSilu, T>(rows, w, pitch, out, n, order);
+    conv_rows<W, 1, kSilu, T>(rows, w, pitch, out, n, order, kChannelBlock, false);
   }
 }
 
 template <class T, int W>
-void conv_tile(const Grid& x, const Grid& y, const Tile& tile, const T history[][kChannelBlock], const float* w,
-               Order order, bool with_silu, bool streamed) {
+void conv_tile(const Grid& x, const Grid& y, const Tile& tile, const T* const* history, const float* w, Order order,
+               bool with_silu, bool streamed) {
   const int64_t pitch = tile.channel_end - tile.channel;
   for (int64_t channel = tile.channel; channel < tile.channel_end;) {
     const int64_t end = segment_end(x, y, channel, tile.channel_end);
@@ -180,14 +191,18 @@ void conv_tile(const Grid& x, const Grid& y, const Tile& tile, const T history[]
 
 template <class T, int W>
 void fwd(const FwdArgs& a, const Tile& tile, const float* weights) noexcept {
-  T history[W - 1][kChannelBlock];
+  T past[W - 1][kChannelBlock];
+  const T* history[W - 1];
+  for (int i = 0; i < W - 1; ++i) {
+    history[i] = past[i];
+  }
   if (tile.first - tile.begin < W - 1) {  // the first tokens of a sequence look back beyond it
     const int64_t n = tile.channel_end - tile.channel;
     for (int i = 0; i < W - 1; ++i) {
       if (a.initial.data != nullptr) {
-        get_sample(a.initial, tile.sequence, tile.channel, a.initial.length - (W - 1) + i, history[i], n);
+        get_sample(a.initial, tile.sequence, tile.channel, a.initial.length - (W - 1) + i, past[i], n);
       } else {
-        memset(history[i], 0, static_cast<size_t>(n) * sizeof(T));
+        memset(past[i], 0, static_cast<size_t>(n) * sizeof(T));
       }
     }
   }
@@ -202,9 +217,11 @@ void update(const UpdateArgs& a, const Tile& tile, const UpdateRow& row, const f
   const int64_t n = tile.channel_end - tile.channel;
   const int64_t S = a.pool.length;
   const int64_t L = tile.end - tile.begin;
-  T history[W - 1][kChannelBlock];
-  T buffer[kChannelBlock] = {};
+  T past[W - 1][kChannelBlock];
+  const T* history[W - 1];
+  T buffer[kChannelBlock];
   if (row.fresh) {  // the old row counts as zeros
+    memset(buffer, 0, sizeof buffer);
     for (int64_t column = 0; column < S; ++column) {
       put_sample(a.pool, row.slot, tile.channel, column, buffer, n);
     }
@@ -218,7 +235,14 @@ void update(const UpdateArgs& a, const Tile& tile, const UpdateRow& row, const f
     } else if (a.mode == StateMode::kCircular) {
       column = ((row.count - (W - 1) + i) % S + S) % S;
     }
-    get_sample(a.pool, row.slot, tile.channel, column, history[i], n);
+    // Samples whose channels are neighbours are used where they stand: below, a column is written only after all
+    // samples that it and the columns before it take.
+    if (a.pool.channel == 1) {
+      history[i] = at<const T>(a.pool, row.slot, tile.channel, column);
+    } else {
+      get_sample(a.pool, row.slot, tile.channel, column, past[i], n);
+      history[i] = past[i];
+    }
   }
   conv_tile<T, W>(a.x, a.y, tile, history, weights, a.order, a.silu, false);
 

@@ -12,8 +12,6 @@ namespace tidegate::causal_conv1d {
 inline constexpr int64_t kChannelBlock = 512;
 // A task of the forward covers this many tokens, so that packing the block's weights is paid off.
 inline constexpr int64_t kTokenBlock = 128;
-// A task of the update covers this many sequences of one channel block.
-inline constexpr int64_t kUpdateSequences = 8;
 // The backward sums this many tokens in fp32, then adds the block to an fp64 sum of the sequence.
 inline constexpr int64_t kSumBlock = 64;
 

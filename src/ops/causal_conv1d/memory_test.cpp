@@ -107,6 +107,16 @@ TEST(CausalConv1dPartition, ChannelBlocks) {
   EXPECT_EQ(channel_blocks(8192), 16);
 }
 
+TEST(CausalConv1dPartition, TasksOfAnUpdate) {
+  using causal_conv1d::update_blocks;
+  EXPECT_EQ(update_blocks(64, 16), 16);  // whole rows of states
+  EXPECT_EQ(update_blocks(1000, 16), 16);
+  EXPECT_EQ(update_blocks(16, 16), 4);  // 64 tasks
+  EXPECT_EQ(update_blocks(1, 16), 1);
+  EXPECT_EQ(update_blocks(0, 16), 1);
+  EXPECT_EQ(update_blocks(5, 0), 1);
+}
+
 // Groups of channels need runs made of whole groups, in x and in y; only the last run of all may have a rest.
 TEST(CausalConv1dPartition, Order) {
   using causal_conv1d::Order;

@@ -12,6 +12,12 @@ namespace tidegate::causal_conv1d {
 
 inline std::int64_t channel_blocks(std::int64_t channels) { return (channels + kChannelBlock - 1) / kChannelBlock; }
 
+// Channel blocks of a task of the update, which is one sequence. Rows of states are best read from end to end; only few
+// sequences are cut, into about 64 tasks.
+inline std::int64_t update_blocks(std::int64_t sequences, std::int64_t blocks) {
+  return std::clamp<std::int64_t>(sequences * blocks / 64, 1, std::max<std::int64_t>(blocks, 1));
+}
+
 // Outputs beyond this size will not be found in a cache by their reader; writing past the caches saves reading the
 // lines first. 16 MB: half of a 32 MB last-level cache, the other half holds what the reader needs besides.
 inline constexpr std::int64_t kStreamBytes = std::int64_t{16} << 20;

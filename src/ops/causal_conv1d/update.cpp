@@ -126,24 +126,19 @@ void causal_conv1d_update(const TensorView& x, const TensorView& conv_state, con
   const PackedWeights packed = pack_weights(weight, bias, p, kernels, pair_odd, scratch);
   const std::int64_t columns = channel_blocks(p.channels);
   const std::int64_t bytes = dtype_bytes(x.dtype);
-  // A task is one block of channels for a group of sequences, so that the block's weights stay in cache.
-  const std::int64_t groups = (seq.count() + kUpdateSequences - 1) / kUpdateSequences;
-  parallel_for(groups * columns, [&](std::int64_t task) {
-    const std::int64_t channel = task % columns * kChannelBlock;
-    const std::int64_t channel_end = std::min(channel + kChannelBlock, p.channels);
-    const std::int64_t first = task / columns * kUpdateSequences;
-    for (std::int64_t n = first; n < std::min(first + kUpdateSequences, seq.count()); ++n) {
-      const Sequence& s = seq[n];
-      const UpdateRow& row = rows[static_cast<std::size_t>(n)];
-      if (s.length() == 0) {
-        continue;
-      }
-      if (row.slot < 0) {
-        if (channel == 0) {
-          zero_tokens(args.y, s, p.channels, bytes);
-        }
-        continue;
-      }
+  const std::int64_t blocks = update_blocks(seq.count(), columns);
+  const std::int64_t parts = (columns + blocks - 1) / blocks;
+  parallel_for(seq.count() * parts, [&](std::int64_t task) {
+    const std::int64_t n = task / parts;
+    const Sequence& s = seq[n];
+    const UpdateRow& row = rows[static_cast<std::size_t>(n)];
+    const std::int64_t begin = task % parts * blocks * kChannelBlock;
+    const std::int64_t end = std::min(begin + blocks * kChannelBlock, p.channels);
+    if (row.slot < 0 && begin == 0) {
+      zero_tokens(args.y, s, p.channels, bytes);
+    }
+    for (std::int64_t channel = begin; channel < end && row.slot >= 0 && s.length() > 0; channel += kChannelBlock) {
+      const std::int64_t channel_end = std::min(channel + kChannelBlock, end);
       run(args, {n, s.row, s.begin, s.end, s.begin, s.end, channel, channel_end}, row, packed.block(channel));
     }
   });

@@ -101,7 +101,8 @@ recurrence::Options state_options(const Options& o) {
 }  // namespace
 
 std::int64_t sequences_per_task(std::int64_t sequences, std::int64_t key_heads, std::int64_t threads) {
-  const std::int64_t most = std::clamp<std::int64_t>(sequences, 1, causal_conv1d::kUpdateSequences);
+  constexpr std::int64_t kMost = 8;  // sequences that share the packed weights of their channels
+  const std::int64_t most = std::clamp<std::int64_t>(sequences, 1, kMost);
   return std::clamp<std::int64_t>(sequences * key_heads / (4 * threads), 1, most);
 }
 
