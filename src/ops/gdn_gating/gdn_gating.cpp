@@ -6,7 +6,7 @@
 #include "base/checks.h"
 #include "base/element.h"
 #include "base/float_environment.h"
-#include "base/row_views.h"
+#include "base/row_checks.h"
 #include "ops/gdn_gating/kernel.h"
 #include "ops/gdn_gating/problem.h"
 #include "tidegate/cpu.h"
@@ -100,6 +100,7 @@ void gdn_gating_fwd(const TensorView& a, const TensorView& b, const TensorView& 
   Args args = make_args(p, a, b, A_log, dt_bias, options, scratch);
   args.g = rows_of(g);
   args.beta = rows_of(beta);
+  args.stream = should_stream_rows(g) && should_stream_rows(beta, 0);
   const auto run = gdn_gating_kernels_for(active_isa()).fwd[data_type_index(a.dtype)][data_type_index(beta.dtype)];
   const std::int64_t rows = row_count(a);
   const std::int64_t step = rows_per_task(args.width);

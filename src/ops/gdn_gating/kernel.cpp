@@ -63,10 +63,16 @@ void fwd(const Args& a, int64_t first, int64_t last) noexcept {
     U* pbeta = row_of<U>(a.beta, r);
     const Head head(a, r);
     int64_t c = 0;
+    for (; a.stream && c + 2 * kLanes <= a.width; c += 2 * kLanes) {
+      fwd_vectors<2>(a, head, pa, pb, pg, pbeta, c, StreamedLanes{});
+    }
     for (; c + 2 * kLanes <= a.width; c += 2 * kLanes) {
       fwd_vectors<2>(a, head, pa, pb, pg, pbeta, c, AllLanes{});
     }
     for_lanes(a.width - c, [&](int64_t i, auto lanes) { fwd_vectors<1>(a, head, pa, pb, pg, pbeta, c + i, lanes); });
+  }
+  if (a.stream) {
+    stream_fence();
   }
 }
 

@@ -18,6 +18,7 @@ struct Args {
   int64_t width, heads;
   float beta_scale;
   bool head_major;
+  bool stream;  // g and beta are larger than the caches and aligned: write past them
 };
 
 // The backward adds this many tokens in fp32 before the sum goes on in fp64.
