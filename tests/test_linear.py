@@ -1,12 +1,14 @@
 """linear: values and gradients against fp64, bits whatever the batch, and linear layers of patched models."""
 
+import math
+
 import pytest
 import tiny_models
 import torch
 from compare import assert_bits, assert_close, error, leaves
 
 import tidegate
-from tidegate.linear import torch_is_slow
+from tidegate.linear import rows_served, torch_is_slow
 from tidegate.options import PatchOptions
 from tidegate.patch import linear as sites
 
@@ -79,15 +81,16 @@ def test_wrong_shapes(change, text):
 
 def test_where_torch_is_fast_it_is_left_alone(monkeypatch):
     model = tiny_models.build("qwen3_5", dtype=torch.bfloat16, layers=2)
-    monkeypatch.setattr(sites, "torch_is_slow", lambda dtype: False)
+    monkeypatch.setattr(sites, "rows_served", lambda dtype: 0)
     assert sites.find(model, PatchOptions()) == []
+    assert rows_served(torch.float32) == 0
     assert not torch_is_slow(torch.float32)
 
 
 @pytest.mark.skipif(tidegate.isa() == "fallback", reason="patch leaves linear layers to torch")
 def test_linear_layers_of_a_model(monkeypatch):
     """Patched and stock model are equally far from fp32, forward and backward."""
-    monkeypatch.setattr(sites, "torch_is_slow", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(sites, "rows_served", lambda dtype: math.inf if dtype == torch.bfloat16 else 0)
     stock = tiny_models.build("qwen3_5", dtype=torch.bfloat16)
     truth = tiny_models.build("qwen3_5").requires_grad_()
     truth.load_state_dict({name: value.float() for name, value in stock.state_dict().items()})
@@ -112,7 +115,31 @@ def test_linear_layers_of_a_model(monkeypatch):
 
 @pytest.mark.skipif(tidegate.isa() == "fallback", reason="patch leaves linear layers to torch")
 def test_autocast_runs_the_original(monkeypatch):
-    monkeypatch.setattr(sites, "torch_is_slow", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(sites, "rows_served", lambda dtype: math.inf if dtype == torch.bfloat16 else 0)
     layer = torch.nn.Sequential(torch.nn.Linear(8, 8).bfloat16())
     with tidegate.patch(layer, ops=("linear",)), torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(2, 8)).dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(tidegate.isa() == "fallback", reason="patch leaves linear layers to torch")
+def test_few_rows_without_gradients(monkeypatch):
+    """Ours up to the limit, torch's above it and where something trains; all of them close to fp64."""
+    monkeypatch.setattr(sites, "rows_served", lambda dtype: 4 if dtype == torch.bfloat16 else 0)
+    calls = []
+    monkeypatch.setattr(sites, "linear", lambda *args: calls.append(args) or tidegate.linear(*args))
+    model = torch.nn.Sequential(torch.nn.Linear(96, 40).bfloat16())
+    x = torch.randn(5, 96).bfloat16()
+    with tidegate.patch(model, ops=("linear",)):
+        for rows, trains, ours in ((4, False, True), (5, False, False), (4, True, False), (0, False, True)):
+            calls.clear()
+            with torch.set_grad_enabled(trains):
+                y = model(x[:rows])
+            assert len(calls) == ours and y.requires_grad == trains
+            assert y.shape == (rows, 40)
+            truth = torch.nn.functional.linear(x[:rows].double(), *(p.double() for p in model.parameters()))
+            if rows:
+                assert_close("y", y.detach(), truth, 1e-6)
+        model.requires_grad_(False)
+        calls.clear()
+        model(x[:4])
+        assert len(calls) == 1  # frozen weights and plain inputs: nothing trains

@@ -65,7 +65,7 @@ class PatchOptions:
     rope: bool = True
     swiglu: bool = True
     attention: bool = True
-    linear: bool = True  # taken only where torch has no product for the type
+    linear: bool = True  # taken only where torch is slower
     moe: bool = True
     router: bool = True
     sparse_moe: bool = True

@@ -1,10 +1,13 @@
-"""Linear layers in bf16 and fp16, on CPUs where torch has no product for these types."""
+"""Linear layers in 16 bits: every call where torch has no product for the type, else inference with few rows."""
+
+import functools
+import math
 
 import torch
 
 from tidegate import _native
 from tidegate.errors import SelfTestError
-from tidegate.linear import linear, torch_is_slow
+from tidegate.linear import linear, rows_served
 from tidegate.patch.resolve import is_sharded, named_modules
 from tidegate.patch.site import ForwardSite, Site, call_original, foreign_forward
 
@@ -12,11 +15,21 @@ OP = "linear"
 TESTED_ROWS = 64  # of a weight: a vocabulary's worth of them would take longer than the rest of the patch
 
 
-def forward(self, input):
-    weight = self.weight
-    if input.dtype != weight.dtype or input.device != weight.device or is_sharded(weight):
-        return call_original(self, OP, input)  # autocast, offloading and sharding know what to do
-    return linear(input, weight, self.bias)
+@functools.cache
+def forward(most):
+    """A forward that serves calls of up to `most` rows; without a limit, those that train too."""
+
+    def forward(self, input):
+        weight = self.weight
+        if input.dtype != weight.dtype or input.device != weight.device or is_sharded(weight):
+            return call_original(self, OP, input)  # autocast, offloading and sharding know what to do
+        if most < math.inf:
+            trains = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+            if trains or input.numel() > most * weight.shape[1]:
+                return call_original(self, OP, input)
+        return linear(input, weight, self.bias)
+
+    return forward
 
 
 def _test(module):
@@ -44,7 +57,10 @@ def find(root, options):
     if _native.fallback:  # plain torch is what the layer has already
         return sites
     for path, module in named_modules(root):
-        if not isinstance(module, torch.nn.Linear) or not torch_is_slow(module.weight.dtype):
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        most = rows_served(module.weight.dtype)
+        if most == 0:
             continue
         if type(module).forward is not torch.nn.Linear.forward:
             continue  # a quantised or otherwise special layer does what it does
@@ -53,7 +69,7 @@ def find(root, options):
             sites.append(Site(path, OP, module).refuse(f"forward already replaced by {other}"))
             continue
         key = (OP, module.weight.dtype, tuple(module.weight.shape))
-        sites.append(ForwardSite(path, OP, module, "I:product", forward, test=_test(module), test_key=key))
+        sites.append(ForwardSite(path, OP, module, "I:product", forward(most), test=_test(module), test_key=key))
     return sites
 
 
