@@ -1,6 +1,5 @@
 // The vocabulary on AVX-512 (F, BW, DQ, VL): sixteen floats in a zmm register. The same file serves avx512_bf16, which
-// only adds the bf16 dot product. Stores round in integer arithmetic there too: the conversion instruction flushes
-// denormals, and a result must not depend on which of the two is in use more than its rounding does.
+// only adds the bf16 dot product and the conversion to bf16; its stores keep denormals, too.
 #pragma once
 
 #ifdef TIDEGATE_EMULATE_AVX512
@@ -49,7 +48,16 @@ TIDEGATE_INLINE __m512i round_bits_bf16(F32 a) {
   const __mmask16 is_nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
   return _mm512_mask_or_epi32(rounded, is_nan, u, _mm512_set1_epi32(0x400000));
 }
+#if TIDEGATE_ISA_ID == 4
+// The conversion instructions would flush denormals, so a vector that has one is rounded by hand.
+TIDEGATE_INLINE __mmask16 denormals(F32 a) { return _mm512_fpclass_ps_mask(a.v, 0x20); }
+#endif
 TIDEGATE_INLINE __m256i narrow_lanes(F32 a, const bf16*) {
+#if TIDEGATE_ISA_ID == 4
+  if (__builtin_expect(denormals(a) == 0, 1)) {
+    return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.v));
+  }
+#endif
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_bits_bf16(a), 16));
 }
 TIDEGATE_INLINE __m256i narrow_lanes(F32 a, const f16*) { return _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT); }
@@ -215,11 +223,9 @@ TIDEGATE_INLINE __m512i join_bf16(F32x2 v) {
                          _mm512_and_si512(round_bits_bf16(v.b), high));  // one vpternlogd
 }
 #if TIDEGATE_ISA_ID == 4
-// The conversion instruction takes two vectors where rounding by hand takes seven instructions for each, and leaves the
-// even elements in the lower half. It would flush denormals, so a pair that has one goes the other way.
+// The conversion takes two vectors at once and leaves the even elements in the lower half.
 TIDEGATE_INLINE __m512i narrow2(F32x2 v) {
-  constexpr int kDenormal = 0x20;
-  if (__builtin_expect((_mm512_fpclass_ps_mask(v.a.v, kDenormal) | _mm512_fpclass_ps_mask(v.b.v, kDenormal)) != 0, 0)) {
+  if (__builtin_expect((denormals(v.a) | denormals(v.b)) != 0, 0)) {
     return join_bf16(v);
   }
   static constexpr uint16_t kInterleaved[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,

@@ -232,6 +232,12 @@ TIDEGATE_EMULATED simde__m512bh narrow_pair(simde__m512 b, simde__m512 a) {
   memcpy(&result, words, sizeof result);
   return result;
 }
+TIDEGATE_EMULATED __m256i narrow_one(simde__m512 a) {
+  const simde__m512bh both = narrow_pair(a, a);
+  __m256i half;
+  memcpy(&half, &both, sizeof half);
+  return half;
+}
 TIDEGATE_EMULATED simde__m512i permute_words(simde__m512i order, simde__m512i a) {
   uint16_t from[32];
   uint16_t to[32];
@@ -314,6 +320,7 @@ TIDEGATE_EMULATED simde__m512 integers_to_float(simde__m512i a) {
 #undef _mm512_cvtepu16_epi32
 #undef _mm512_cvtph_ps
 #undef _mm512_cvtne2ps_pbh
+#undef _mm512_cvtneps_pbh
 #undef _mm512_cvtps_ph
 #undef _mm512_dpbf16_ps
 #undef _mm512_dpbusd_epi32
@@ -338,6 +345,7 @@ TIDEGATE_EMULATED simde__m512 integers_to_float(simde__m512i a) {
 #define _mm512_cvtepu16_epi32(a) tidegate::emulated::widen_u16(a)
 #define _mm512_cvtph_ps(a) tidegate::emulated::half_to_float(a)
 #define _mm512_cvtne2ps_pbh(b, a) tidegate::emulated::narrow_pair(b, a)
+#define _mm512_cvtneps_pbh(a) tidegate::emulated::narrow_one(a)
 #define _mm512_cvtps_ph(a, rounding) tidegate::emulated::float_to_half<rounding>(a)
 #define _mm512_dpbf16_ps(acc, a, b) tidegate::emulated::dot(acc, a, b)
 #define _mm512_dpbusd_epi32(acc, a, b) tidegate::emulated::dot_bytes(acc, a, b)
