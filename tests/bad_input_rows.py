@@ -178,6 +178,16 @@ GATED = [
         ("rounding", "bf16", "rounding: expected hf or fp32, got bf16"),
     ]
 ]
+SWIGLU = [
+    row
+    for op in ("swiglu_fwd", "swiglu_bwd")
+    for row in [
+        (op, "gate", lambda g: torch.tensor(1.0), ValueError, "gate: expected at least 1 dimension, got 0"),
+        (op, "gate", as_type("gate", torch.int32), TypeError, "gate: expected dtype"),
+        (op, "up", grown("up", -1), ValueError, "up: expected shape [2, 3, 8] (as gate), got [2, 3, 9]"),
+        (op, "up", as_type("up", torch.float16), TypeError, "up: expected dtype float32 (as gate)"),
+    ]
+]
 NORM = [
     *EPS,
     *GATED,
@@ -193,6 +203,10 @@ NORM = [
     ("rms_norm_fwd", "weight", nested("weight"), ValueError, "weight: expected shape [8], got [1, 8]"),
     *backward_inputs("rms_norm_bwd"),
     ("rms_norm_bwd", "weight", grown("weight", 0), ValueError, "weight: expected shape [8], got [9]"),
+    *SWIGLU,
+    ("swiglu_bwd", "dy", grown("dy", 0), ValueError, "dy: expected shape [2, 3, 8] (as gate), got [3, 3, 8]"),
+    *row_outputs("swiglu_fwd", "y"),
+    *row_outputs("swiglu_bwd", "dgate", "dup"),
     *row_outputs("l2norm_fwd", "y", "rstd"),
     *row_outputs("l2norm_bwd", "dx"),
     *row_outputs("rms_norm_gated_fwd", "y", "rstd"),

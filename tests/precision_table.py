@@ -24,6 +24,7 @@ BOUNDS = {
     "recurrent_gated_delta_rule": ("5e-7, state 1e-6", "1.8e-3, state 1e-6"),
     "rms_norm_gated fp32": ("3e-7", "1.8e-3"),
     "rms_norm": ("3e-7", "1.8e-3"),
+    "swiglu": ("3e-7", "1.8e-3"),
     "partial_rope fp32": ("2e-7", "1.8e-3"),
     "moe_route": ("1e-6", "1.8e-3"),
     "grouped_matmul": ("1e-6", "1.8e-3"),
@@ -66,6 +67,18 @@ def l2norm(dtype, rand):
     dx = ops.l2norm_bwd(dy, x, rstd)
     truth, r = golden.l2norm_fwd(x.double())
     return pair(("y", "dx"), (y, dx), (truth, golden.l2norm_bwd(x.double(), r, dy.double())))
+
+
+def swiglu(dtype, rand):
+    gate, up, dy = rand(T, V), rand(T, V), rand(T, V)
+    wide = [t.double().requires_grad_() for t in (gate, up)]
+    truth = torch.nn.functional.silu(wide[0]) * wide[1]
+    grads = torch.autograd.grad(truth, wide, dy.double())
+    return pair(
+        ("y", "dgate", "dup"),
+        (ops.swiglu_fwd(gate, up), *ops.swiglu_bwd(dy, gate, up)),
+        (truth.detach(), *grads),
+    )
 
 
 def rule_inputs(dtype, rand, tokens, count):
@@ -187,6 +200,7 @@ CASES = {
     "rms_norm_gated fp32": gated("fp32"),
     "rms_norm_gated hf": gated("hf"),
     "rms_norm": rms_norm,
+    "swiglu": swiglu,
     "partial_rope fp32": rope("fp32"),
     "partial_rope hf": rope("hf"),
     "moe_route": route,

@@ -261,6 +261,13 @@ def _rms_bwd():
     return [([*_rows(torch.randn(2, 3, 8)), _floats(8), _rstd()], {})]
 
 
+def _swiglu(*more):
+    return [
+        ([*_rows(torch.randn(2, 3, 8), *more)], {}),
+        ([t.detach().bfloat16().requires_grad_() for t in _rows(torch.randn(2, 3, 8), *more)], {}),
+    ]
+
+
 def _rope():
     cos, sin = torch.randn(2, 5, 4), torch.randn(2, 5, 4)
     return [
@@ -299,6 +306,8 @@ SAMPLES = {
     "rms_norm_gated_bwd": _gated_bwd,
     "rms_norm_fwd": _rms_fwd,
     "rms_norm_bwd": _rms_bwd,
+    "swiglu_fwd": _swiglu,
+    "swiglu_bwd": lambda: _swiglu(torch.randn(2, 3, 8)),
     "partial_rope_fwd": _rope,
     "partial_rope_bwd": _rope,
     "mrope_cos_sin": _mrope,

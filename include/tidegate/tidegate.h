@@ -18,5 +18,6 @@
 #include "tidegate/recurrent.h"
 #include "tidegate/rope.h"
 #include "tidegate/seqlens.h"
+#include "tidegate/swiglu.h"
 #include "tidegate/tensor.h"
 #include "tidegate/version.h"

@@ -26,6 +26,7 @@ from tidegate.registration import register, unregister
 from tidegate.report import report
 from tidegate.rope import partial_rope
 from tidegate.state import Sequence, Snapshot, StatePool, load_snapshots, save_snapshots
+from tidegate.swiglu import swiglu
 from tidegate.weight_cache import invalidate
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "rms_norm_gated",
     "save_snapshots",
     "set_isa",
+    "swiglu",
     "unpatch",
     "unregister",
 ]

@@ -105,6 +105,15 @@ def _(ctx, dy, drstd):
     return _add_rstd_gradient(dx, drstd, x, rstd, x.shape[-1]), dz, dw
 
 
+def _swiglu_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+@_gradient("swiglu_fwd", _swiglu_setup)
+def _(ctx, dy):
+    return ops.swiglu_bwd(dy, *ctx.saved_tensors)
+
+
 def _rms_setup(ctx, inputs, keyword_only_inputs, output):
     ctx.save_for_backward(*inputs, output[1])
     ctx.set_materialize_grads(False)

@@ -108,6 +108,8 @@ CONTRACTS = {
     "dz *,D same; dweight D wide",
     "rms_norm_fwd": "x *,D float; weight D float; y *,D same; rstd * wide",
     "rms_norm_bwd": "x *,D float; weight D float; dy *,D same; rstd * wide; dx *,D same; dweight D wide",
+    "swiglu_fwd": "gate *,D float; up *,D same; y *,D same",
+    "swiglu_bwd": "gate *,D float; up *,D same; dy *,D same; dgate *,D same; dup *,D same",
     "partial_rope_fwd": _ROPE.format("x", "y"),
     "partial_rope_bwd": _ROPE.format("dy", "dx"),
     "mrope_cos_sin": "position_ids ?3,B,T index; inv_freq F fp32; cos B,T,F2 float; sin B,T,F2 float",

@@ -282,6 +282,16 @@ def _(dy, x, weight, rstd):
     return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=wide(x))
 
 
+@_fake("swiglu_fwd")
+def _(gate, up):
+    return gate.new_empty(gate.shape)
+
+
+@_fake("swiglu_bwd")
+def _(dy, gate, up):
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+
+
 @_fake("linear_fwd")
 def _(x, weight, bias=None):
     return x.new_empty((*x.shape[:-1], weight.shape[0]))

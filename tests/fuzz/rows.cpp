@@ -5,6 +5,7 @@
 #include "fuzz/drivers.h"
 #include "tidegate/gating.h"
 #include "tidegate/norm.h"
+#include "tidegate/swiglu.h"
 
 namespace tidegate::fuzz {
 namespace {
@@ -69,6 +70,24 @@ Problem l2norm(const Line& line) {
   p.in = {{"dy", dy}, {"x", x}, {"rstd", rstd}};
   p.out = {{"dx", test::like(x), Span::kWhole, 0, 3e-7, sizes[2] < 8 ? largest_product(dy, rstd, sizes[2]) : 0.0}};
   p.call = [safe](const Views& in, const Views& out, const SeqLens&) { l2norm_bwd(in[0], in[1], in[2], out[0], safe); };
+  return p;
+}
+
+Problem swiglu(const Line& line) {
+  Random random = numbers(line);
+  const Sizes sizes = row_sizes(line);
+  const Tensor gate = normal(random, line.dtype(), sizes, line.form(), 3.0);
+  const Tensor up = normal(random, line.dtype(), sizes, line.form());
+  Problem p;
+  if (line.is("dir", "fwd")) {
+    p.in = {{"gate", gate}, {"up", up}};
+    p.out = {{"y", test::like(gate), Span::kWhole, 0, 3e-7}};
+    p.call = [](const Views& in, const Views& out, const SeqLens&) { swiglu_fwd(in[0], in[1], out[0]); };
+    return p;
+  }
+  p.in = {{"dy", normal(random, line.dtype(), sizes, line.form())}, {"gate", gate}, {"up", up}};
+  p.out = {{"dgate", test::like(gate), Span::kWhole, 0, 3e-7}, {"dup", test::like(gate), Span::kWhole, 0, 3e-7}};
+  p.call = [](const Views& in, const Views& out, const SeqLens&) { swiglu_bwd(in[0], in[1], in[2], out[0], out[1]); };
   return p;
 }
 
@@ -182,6 +201,7 @@ std::vector<Driver> row_drivers() {
          line.set("safe", random.integer(0, 1));
        },
        l2norm},
+      {"swiglu", "the product inside a gated MLP", row_keys({}), draw_rows, swiglu},
       {"rms_norm", "zero-centred RMSNorm", row_keys({{"w", "f32"}}),
        [](Random& random, Line& line) {
          draw_rows(random, line);

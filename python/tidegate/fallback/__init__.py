@@ -16,7 +16,7 @@ KERNELS = {
     for module, names in {
         conv: "causal_conv1d_fwd causal_conv1d_bwd causal_conv1d_update",
         rows: "gdn_gating_fwd gdn_gating_bwd l2norm_fwd l2norm_bwd rms_norm_gated_fwd rms_norm_gated_bwd rms_norm_fwd "
-        "rms_norm_bwd partial_rope_fwd partial_rope_bwd mrope_cos_sin",
+        "rms_norm_bwd swiglu_fwd swiglu_bwd partial_rope_fwd partial_rope_bwd mrope_cos_sin",
         packing: "seqlens",
         rule_ops: "chunk_gated_delta_rule_fwd chunk_gated_delta_rule_bwd recurrent_gated_delta_rule_fwd "
         "gdn_segment_map gdn_segment_combine",

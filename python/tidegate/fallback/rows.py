@@ -1,4 +1,4 @@
-"""Row operators in plain torch: l2norm, RMSNorm, gated RMSNorm, rotary embedding, gates."""
+"""Row operators in plain torch: l2norm, RMSNorm, gated RMSNorm, SwiGLU, rotary embedding, gates."""
 
 import torch
 
@@ -159,3 +159,14 @@ def gdn_gating_bwd(dg, dbeta, a, b, A_log, dt_bias=None, beta_scale=1.0, layout=
     db = dbeta.to(s.dtype) * beta_scale * s * (1 - s)
     ddt_bias = ddt_bias.to(x.dtype) if dt_bias is not None else x.new_empty(0)
     return _heads_last(da, layout).to(a.dtype), db.to(b.dtype), dA_log.to(x.dtype), ddt_bias
+
+
+def swiglu_fwd(gate, up):
+    value, _ = _gate(gate.to(wide(gate)), "silu")
+    return (value * up.to(value.dtype)).to(gate.dtype)
+
+
+def swiglu_bwd(dy, gate, up):
+    value, slope = _gate(gate.to(wide(gate)), "silu")
+    dy = dy.to(value.dtype)
+    return (dy * up.to(value.dtype) * slope).to(gate.dtype), (dy * value).to(gate.dtype)

@@ -114,6 +114,10 @@ rms_norm_fwd.out(Tensor x, Tensor weight, *, float eps=1e-6, Tensor(a!) y, Tenso
 rms_norm_bwd(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor dx, Tensor dweight)
 rms_norm_bwd.out(Tensor dy, Tensor x, Tensor weight, Tensor rstd, *, Tensor(a!)? dx=None, Tensor(b!)? dweight=None)
     -> ()
+swiglu_fwd(Tensor gate, Tensor up) -> Tensor y
+swiglu_fwd.out(Tensor gate, Tensor up, *, Tensor(a!) y) -> ()
+swiglu_bwd(Tensor dy, Tensor gate, Tensor up) -> (Tensor dgate, Tensor dup)
+swiglu_bwd.out(Tensor dy, Tensor gate, Tensor up, *, Tensor(a!)? dgate=None, Tensor(b!)? dup=None) -> ()
 partial_rope_fwd(Tensor x, Tensor cos, Tensor sin, *, str layout="BNSD", str rounding="hf") -> Tensor y
 partial_rope_fwd.out(Tensor x, Tensor cos, Tensor sin, *, str layout="BNSD", str rounding="hf", Tensor(a!) y) -> ()
 partial_rope_bwd(Tensor dy, Tensor cos, Tensor sin, *, str layout="BNSD", str rounding="hf") -> Tensor dx

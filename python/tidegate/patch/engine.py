@@ -59,9 +59,9 @@ def _names(ops):
 def finders():
     """The functions find(root, options) -> sites, in the order in which sites are installed."""
     from tidegate.packed.sites import find_attention, find_packed
-    from tidegate.patch import gdn, linear, moe, norms, rope, router
+    from tidegate.patch import gdn, linear, moe, norms, rope, router, swiglu
 
-    parts = [gdn.find, norms.find_gated, norms.find, rope.find, linear.find, router.find, moe.find]
+    parts = [gdn.find, norms.find_gated, norms.find, rope.find, swiglu.find, linear.find, router.find, moe.find]
     return [*parts, find_attention, find_packed]
 
 
