@@ -110,7 +110,7 @@ struct Products {
 };
 void run_products(const Products& p, const Weights& w, const std::int64_t* offsets, std::int64_t groups,
                   const TensorView& bias, const TensorView& out, Scratch& scratch) {
-  const BlockTasks tasks(offsets, groups, p.columns, scratch);
+  const BlockTasks tasks(offsets, groups, p.columns, scratch, true);
   const Kernels& kernels = grouped_matmul_kernels_for(active_isa());
   parallel_for(tasks.count(), [&](std::int64_t i) {
     const BlockTasks::Task t = tasks[i];
@@ -119,23 +119,26 @@ void run_products(const Products& p, const Weights& w, const std::int64_t* offse
     b.rows = p.rows + t.row;
     b.row_type = p.row_type;
     b.row_count = t.rows;
-    b.columns = t.columns;
     b.inner = p.inner;
     b.out = own.floats(t.rows * kBlockColumns);
     b.pitch = kBlockColumns;
     b.room = own.floats(kernels.room_floats);
-    set_weight(b, w.data + (t.group * w.group + t.column * p.column) * w.bytes, p.column, p.step, w.type);
-    kernels.product(b);
-    float* added = nullptr;
-    if (bias.defined()) {
-      added = own.floats(t.columns);
-      for (std::int64_t c = 0; c < t.columns; ++c) {
-        added[c] = static_cast<float>(read_element(bias, offset_of(bias, t.group, t.column + c)));
+    float* added = bias.defined() ? own.floats(kBlockColumns) : nullptr;
+    for (std::int64_t first = t.column; first < t.column + t.columns; first += kBlockColumns) {
+      const std::int64_t rest = t.column + t.columns - first;
+      b.columns = std::min(kBlockColumns, rest);
+      const char* weight = w.data + (t.group * w.group + first * p.column) * w.bytes;
+      set_weight(b, weight, p.column, p.step, w.type);
+      b.later = rest > kBlockColumns ? weight + kBlockColumns * p.column * w.bytes : nullptr;
+      b.same_rows = first > t.column;
+      kernels.product(b);
+      for (std::int64_t c = 0; c < b.columns && added != nullptr; ++c) {
+        added[c] = static_cast<float>(read_element(bias, offset_of(bias, t.group, first + c)));
       }
+      kernels.store(b.out, b.pitch, t.rows, b.columns, added,
+                    const_cast<char*>(row_at(out, t.row)) + first * dtype_bytes(out.dtype), out.strides[0],
+                    data_type_index(out.dtype));
     }
-    kernels.store(b.out, b.pitch, t.rows, t.columns, added,
-                  const_cast<char*>(row_at(out, t.row)) + t.column * dtype_bytes(out.dtype), out.strides[0],
-                  data_type_index(out.dtype));
   });
 }
 

@@ -72,14 +72,31 @@ inline void set_weight(Block& b, const void* weight, std::int64_t column, std::i
   b.weight_type = type;
 }
 
-// Blocks of rows and columns of every group that has rows, in an order that reuses a block of weights.
+// Column blocks that one task takes one after the other, so that its rows are packed once: at most 8 of them, and only
+// as long as every thread has 16 tasks.
+inline std::int64_t blocks_per_task(std::int64_t row_blocks, std::int64_t column_blocks, std::int64_t threads) {
+  std::int64_t run = 8;
+  while (run > 1 && row_blocks * ((column_blocks + run - 1) / run) < 16 * threads) {
+    run /= 2;
+  }
+  return run;
+}
+
+// Blocks of rows and columns of every group that has rows, in an order that reuses a block of weights. With `runs` a
+// task has the columns of several blocks.
 class BlockTasks {
  public:
-  BlockTasks(const std::int64_t* offsets, std::int64_t groups, std::int64_t columns, Scratch& scratch)
-      : offsets_(offsets),
-        groups_(groups),
-        columns_(columns),
-        column_blocks_((columns + kBlockColumns - 1) / kBlockColumns) {
+  BlockTasks(const std::int64_t* offsets, std::int64_t groups, std::int64_t columns, Scratch& scratch,
+             bool runs = false)
+      : offsets_(offsets), groups_(groups), columns_(columns), width_(kBlockColumns) {
+    std::int64_t all = 0;
+    for (std::int64_t g = 0; g < groups; ++g) {
+      all += row_blocks(g);
+    }
+    if (runs) {
+      width_ *= blocks_per_task(all, (columns + kBlockColumns - 1) / kBlockColumns, num_threads());
+    }
+    column_blocks_ = (columns + width_ - 1) / width_;
     first_ = static_cast<std::int64_t*>(scratch.bytes(static_cast<std::size_t>(groups + 1) * sizeof(std::int64_t)));
     first_[0] = 0;
     for (std::int64_t g = 0; g < groups; ++g) {
@@ -100,12 +117,9 @@ class BlockTasks {
     // Even blocks: a full one and a single row would read the weights for that row alone.
     const std::int64_t rows = offsets_[g + 1] - offsets_[g];
     const std::int64_t begin = rows * r / blocks;
-    return {g,
-            offsets_[g] + begin,
-            rows * (r + 1) / blocks - begin,
-            c * kBlockColumns,
-            std::min(kBlockColumns, columns_ - c * kBlockColumns),
-            c};
+    return {
+        g, offsets_[g] + begin, rows * (r + 1) / blocks - begin, c * width_, std::min(width_, columns_ - c * width_),
+        c};
   }
 
  private:
@@ -113,7 +127,7 @@ class BlockTasks {
     return (offsets_[g + 1] - offsets_[g] + kBlockRows - 1) / kBlockRows;
   }
   const std::int64_t* offsets_;
-  std::int64_t groups_, columns_, column_blocks_;
+  std::int64_t groups_, columns_, width_, column_blocks_;
   std::int64_t* first_;
 };
 
