@@ -19,8 +19,8 @@ SWITCHES = {  # variable -> the ops that are not installed when it is off
     "TIDEGATE_MOE": {"experts", "router"},
     "TIDEGATE_GMM": {"experts"},
     "TIDEGATE_ROUTER": {"router"},
+    "TIDEGATE_SWIGLU": {"swiglu"},
     # What has no place of its own yet, or none in this model.
-    "TIDEGATE_SWIGLU": set(),
     "TIDEGATE_SPARSE_MOE": set(),
     "TIDEGATE_LINEAR": set(),
     "TIDEGATE_DISCOVERY": set(),
@@ -33,8 +33,8 @@ def experts_model():
     model = tiny.build("qwen3_5_moe", layers=2)
     with tidegate.patch(model) as handle:
         ops = {site.op for site in handle.installed}
-    wanted = {"gdn_layer", "gated_rmsnorm", "rmsnorm", "rope", "attention", "packed", "experts", "router"}
-    assert ops == wanted - ({"experts", "router"} if tidegate.isa() == "fallback" else set())
+    wanted = {"gdn_layer", "gated_rmsnorm", "rmsnorm", "rope", "attention", "packed", "experts", "router", "swiglu"}
+    assert ops == wanted - ({"experts", "router", "swiglu"} if tidegate.isa() == "fallback" else set())
     return model, ops
 
 

@@ -17,7 +17,7 @@ TESTED_ROWS = 64  # of a weight: a vocabulary's worth of them would take longer 
 
 @functools.cache
 def forward(most):
-    """A forward that serves calls of up to `most` rows; without a limit, those that train too."""
+    """A forward that serves calls of up to `most` rows without gradients; without a limit, those that train too."""
 
     def forward(self, input):
         weight = self.weight

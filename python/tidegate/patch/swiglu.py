@@ -35,6 +35,12 @@ def _is_gated_mlp(module):
     return with_parameters == PROJECTIONS and len(given) == 2  # self and x
 
 
+def _known(module):
+    """Whether its forward is one of a family that we know, and not that of a class derived from it."""
+    owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
+    return family_of(module) is not None and owner.__module__.startswith("transformers.models.")
+
+
 def _width(module):
     """Of the input: what the innermost matrix of the projection has, whatever wraps it."""
     return next((p.shape[-1] for name, p in module.gate_proj.named_parameters() if p.dim() == 2), None)
@@ -82,7 +88,7 @@ def find(root, options):
         if reason is not None:
             sites.append(Site(path, OP, module).refuse(reason))
             continue
-        about = dict(known=family_of(module) is not None, test_key=(OP, selftest.key(module)))
+        about = dict(known=_known(module), test_key=(OP, selftest.key(module)))
         site = ForwardSite(path, OP, module, "I:mlp", forward, **about)
         site.test = _compare(site)
         sites.append(site)
