@@ -8,7 +8,7 @@ The fine stages of the chunked rule are left out: they exist to be timed and tes
 import torch
 
 from tidegate import _contracts
-from tidegate.fallback import checks, conv, experts, packing, pool_ops, quant, routing, rows, rule, rule_ops
+from tidegate.fallback import checks, conv, experts, packing, pool_ops, products, quant, routing, rows, rule, rule_ops
 from tidegate.fallback.schemas import SCHEMAS
 
 KERNELS = {
@@ -22,7 +22,8 @@ KERNELS = {
         "gdn_segment_map gdn_segment_combine",
         pool_ops: "chunk_gated_delta_rule_pool recurrent_gated_delta_rule gdn_packed_decode",
         routing: "moe_route_fwd moe_route_bwd moe_init_routing moe_permute moe_unpermute_fwd moe_unpermute_bwd",
-        experts: "grouped_matmul_fwd grouped_matmul_bwd moe_experts_fwd moe_experts_bwd linear_fwd linear_bwd",
+        products: "grouped_matmul_fwd grouped_matmul_bwd linear_fwd linear_bwd",
+        experts: "moe_experts_fwd moe_experts_bwd",
         quant: "quantize grouped_matmul_quant grouped_matmul_swiglu_quant moe_experts_quant",
     }.items()
     for name in names.split()
@@ -30,8 +31,8 @@ KERNELS = {
 # Checks with better words than a contract has; they come first.
 FIRST = {
     "gdn_packed_decode": pool_ops.decode_sizes,
-    "linear_fwd": experts.linear_shapes,
-    "linear_bwd": experts.linear_shapes,
+    "linear_fwd": products.linear_shapes,
+    "linear_bwd": products.linear_shapes,
 }
 KEEPS_ORDER = ("grouped_matmul_bwd", "moe_experts_bwd", "quantize")  # results lie in memory as their inputs do
 IN_PLACE = {"partial_rope_fwd": ("x",), "partial_rope_bwd": ("dy",)}

@@ -3,7 +3,7 @@
 import torch
 
 from tidegate.fallback.checks import refuse
-from tidegate.fallback.experts import group_offsets, laid_as, matrices
+from tidegate.fallback.products import group_offsets, laid_as, matrices
 from tidegate.fallback.routing import expert_ids
 
 MOST = 131071  # products in a sum: int32 holds no more of them for sure
