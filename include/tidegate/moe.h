@@ -87,6 +87,9 @@ struct MoeExpertsInputs {
   TensorView gate_up_lora_a{}, gate_up_lora_b{}, down_lora_a{}, down_lora_b{};
   // Row t of x is at x_rows[t], and x says only sizes and type. Rows that lie anywhere, as those of ep.h.
   const void* const* x_rows = nullptr;
+  // Backward: what a forward of the same inputs left in its `hidden`. Without it gate and up are computed again; the
+  // gradients have the same bits.
+  TensorView hidden{};
 };
 struct MoeExpertsOptions {
   WeightAxes weight_axes = WeightAxes::kNK;
@@ -99,7 +102,10 @@ struct MoeExpertsOptions {
 };
 
 // out [T,H] of x's type. silu(gate) * up is rounded to x's type, everything else is fp32; slots are added in order.
-void moe_experts_fwd(const MoeExpertsInputs& in, const TensorView& out, const MoeExpertsOptions& options = {});
+// hidden fp32 [T*k,2,I], may be absent, as it must with fp64: gate and up of every routed pair with their low-rank
+// additions, for a backward. Rows are the places of moe_init_routing, those behind the last one 0.
+void moe_experts_fwd(const MoeExpertsInputs& in, const TensorView& out, const MoeExpertsOptions& options = {},
+                     const TensorView& hidden = {});
 
 // Gradients; those that are absent cost nothing. dweights and the gradients of parameters have any float type.
 struct MoeExpertsGradients {

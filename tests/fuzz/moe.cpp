@@ -134,8 +134,17 @@ Problem experts(const Line& line) {
                               : 0.0,
                      dtype == DType::kF32 ? std::max(2e-6, rounding) : 1.75 * rounding});
   }
-  p.call = [options, inputs](const Views& in, const Views& out, const SeqLens&) {
-    moe_experts_bwd(in[13], inputs(in),
+  const bool keep = line.flag("keep");
+  p.call = [options, inputs, keep, T, k, I](const Views& in, const Views& out, const SeqLens&) {
+    MoeExpertsInputs given = inputs(in);
+    std::vector<char> kept, y;
+    if (keep && in[0].dtype != DType::kF64) {  // the truth has no use for it
+      kept.resize(static_cast<std::size_t>(T * k * 2 * I) * sizeof(float));
+      y.resize(static_cast<std::size_t>(in[0].numel() * dtype_bytes(in[0].dtype)));
+      given.hidden = contiguous(kept.data(), DType::kF32, {T * k, 2, I});
+      moe_experts_fwd(inputs(in), contiguous(y.data(), in[0].dtype, {T, in[0].sizes[1]}), options, given.hidden);
+    }
+    moe_experts_bwd(in[13], given,
                     {out[0], out[1], out[2], out[3], out[4], out[5], out[6], out[7], out[8], out[9], out[10], out[11]},
                     options);
   };
@@ -198,7 +207,8 @@ std::vector<Driver> moe_drivers() {
         {"gap", "0"},
         {"inter", "0"},
         {"lora", "0"},
-        {"round", "0"}},
+        {"round", "0"},
+        {"keep", "0"}},
        [](Random& random, Line& line) {
          draw_weights(random, line);
          line.set("T", pick<std::int64_t>(random, {0, 1, 2, 7, 17, 40}));
@@ -211,6 +221,7 @@ std::vector<Driver> moe_drivers() {
          line.set("inter", line.is("w", "nk") ? random.integer(0, 1) : 0);  // rows that take turns must be rows
          line.set("lora", pick<std::int64_t>(random, {0, 0, 1, 8, 20}));
          line.set("round", line.is("dir", "fwd") ? random.integer(0, 1) : 0);
+         line.set("keep", line.is("dir", "bwd") ? random.integer(0, 1) : 0);  // gate and up come from a forward
        },
        experts},
   };

@@ -1,5 +1,5 @@
-// The backward of the experts. gate and up are computed again; what is kept of a pair are a, dgate and dup, in x's
-// type.
+// The backward of the experts. gate and up come from the forward or are computed again; what is kept of a pair are a,
+// dgate and dup, in x's type.
 #include <cstring>
 
 #include "ops/moe_experts/collect.h"
@@ -46,12 +46,12 @@ Trail make_trail(const Plan& p, const Set& s, const TensorView& dout, const Need
 // gate, up and da of a block, then what follows from them.
 void run_block(const Plan& p, const Set& s, const Trail& trail, const BlockTasks::Task& t) {
   Scratch own;
-  const std::int64_t size = t.rows * kBlockColumns;
-  float* gate = own.floats(size);
-  float* up = own.floats(size);
-  float* da = own.floats(size);
+  const HiddenBlock h = hidden_place(s, t, own);
+  float* da = own.floats(t.rows * kBlockColumns);
   float* room = own.floats(grouped_matmul_kernels_for(active_isa()).room_floats);
-  hidden_block(p, s, t, gate, up, room);
+  if (s.hidden == nullptr) {
+    hidden_block(p, s, t, h, room);
+  }
   Activation v{};
   if (trail.wants_da) {
     multiply({s.down, t.group, t.column, t.columns, true}, trail.dout_rows + t.row, p.type, t.rows, da, kBlockColumns,
@@ -64,11 +64,12 @@ void run_block(const Plan& p, const Set& s, const Trail& trail, const BlockTasks
     v.factors = s.place_weights + t.row;
   }
   const std::int64_t at = (t.row * s.width() + t.column) * p.bytes;
-  v.gate = gate;
-  v.up = up;
+  v.gate = h.gate;
+  v.up = h.up;
   v.rows = t.rows;
   v.columns = t.columns;
-  v.pitch = kBlockColumns;
+  v.pitch = h.pitch;
+  v.da_pitch = kBlockColumns;
   v.a = trail.wants_a ? s.a + at : nullptr;
   v.a_row = s.width();
   v.dgate = trail.dgate != nullptr ? trail.dgate + at : nullptr;
@@ -154,7 +155,9 @@ void backward(const Plan& p, const TensorView& dout, const MoeExpertsGradients& 
                      p.has_shared ? make_trail(p, p.shared, dout, needs[1], shared.column_blocks(), scratch) : Trail{}};
   const LowRank& hidden_lora = p.routed.hidden_lora;
   const LowRank& down_lora = p.routed.down_lora;
-  narrow_x(p, p.routed, scratch);
+  if (p.routed.hidden == nullptr || g.dgate_up_lora_b.defined()) {
+    narrow_x(p, p.routed, scratch);
+  }
   if (down_lora.rank > 0) {
     trails[0].narrow_down = take<float>(scratch, p.routed.places * down_lora.rank);
     narrow(p.routed, {{&down_lora.b[0], nullptr}, {trails[0].dout_rows, nullptr}, p.type, true, down_lora.scale},

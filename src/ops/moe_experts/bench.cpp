@@ -46,18 +46,20 @@ const Layer& layer(std::int64_t T) {
   return layers.try_emplace(T, T).first->second;
 }
 
-template <std::int64_t T>
+// kKeep: with gate and up of all pairs, for a backward.
+template <std::int64_t T, bool kKeep = false>
 void forward(benchmark::State& state, Isa isa) {
   set_isa(isa);
   const Layer& l = layer(T);
+  const BenchTensor hidden(DType::kF32, {kKeep ? T * kSlots : 0, 2, kI});
   for (auto _ : state) {
-    moe_experts_fwd(l.inputs(), l.out);
+    moe_experts_fwd(l.inputs(), l.out, {}, kKeep ? static_cast<const TensorView&>(hidden) : TensorView{});
   }
   state.counters["GFLOP/s"] =
       benchmark::Counter(6e-9 * T * kSlots * kH * kI * state.iterations(), benchmark::Counter::kIsRate);
 }
 
-template <std::int64_t T, bool kWeights>
+template <std::int64_t T, bool kWeights, bool kKept = false>
 void backward(benchmark::State& state, Isa isa) {
   set_isa(isa);
   const Layer& l = layer(T);
@@ -70,19 +72,29 @@ void backward(benchmark::State& state, Isa isa) {
     g.dgate_up = dgate_up;
     g.ddown = ddown;
   }
-  for (auto _ : state) {
-    moe_experts_bwd(l.x, l.inputs(), g);
+  const BenchTensor hidden(DType::kF32, {kKept ? T * kSlots : 0, 2, kI});
+  MoeExpertsInputs in = l.inputs();
+  if (kKept) {
+    moe_experts_fwd(in, l.out, {}, hidden);
+    in.hidden = hidden;
   }
-  state.counters["GFLOP/s"] = benchmark::Counter((kWeights ? 16e-9 : 10e-9) * T * kSlots * kH * kI * state.iterations(),
-                                                 benchmark::Counter::kIsRate);
+  for (auto _ : state) {
+    moe_experts_bwd(l.x, in, g);
+  }
+  state.counters["GFLOP/s"] = benchmark::Counter(
+      ((kWeights ? 16e-9 : 10e-9) - (kKept ? 4e-9 : 0.0)) * T * kSlots * kH * kI * state.iterations(),
+      benchmark::Counter::kIsRate);
 }
 
-[[maybe_unused]] const bool registered = register_for_every_isa("moe_experts_fwd/T1/bf16", forward<1>) &&
-                                         register_for_every_isa("moe_experts_fwd/T16/bf16", forward<16>) &&
-                                         register_for_every_isa("moe_experts_fwd/T256/bf16", forward<256>) &&
-                                         register_for_every_isa("moe_experts_fwd/T2048/bf16", forward<2048>) &&
-                                         register_for_every_isa("moe_experts_bwd/T512/dx/bf16", backward<512, false>) &&
-                                         register_for_every_isa("moe_experts_bwd/T512/all/bf16", backward<512, true>);
+[[maybe_unused]] const bool registered =
+    register_for_every_isa("moe_experts_fwd/T1/bf16", forward<1>) &&
+    register_for_every_isa("moe_experts_fwd/T16/bf16", forward<16>) &&
+    register_for_every_isa("moe_experts_fwd/T256/bf16", forward<256>) &&
+    register_for_every_isa("moe_experts_fwd/T2048/bf16", forward<2048>) &&
+    register_for_every_isa("moe_experts_fwd/T2048/kept/bf16", forward<2048, true>) &&
+    register_for_every_isa("moe_experts_bwd/T512/dx/bf16", backward<512, false>) &&
+    register_for_every_isa("moe_experts_bwd/T512/all/bf16", backward<512, true>) &&
+    register_for_every_isa("moe_experts_bwd/T512/all/kept/bf16", backward<512, true, true>);
 
 }  // namespace
 }  // namespace tidegate

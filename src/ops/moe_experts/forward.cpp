@@ -4,8 +4,21 @@
 #include "ops/moe_experts/low_rank.h"
 
 namespace tidegate::moe_experts {
+namespace {
 
 using namespace grouped_matmul;
+
+// Rows of pairs that are not routed: what is kept for a backward has no leftovers of the memory it lies in.
+void clear_unrouted(const Plan& p) {
+  const Set& s = p.routed;
+  parallel_for(s.hidden != nullptr ? p.T * s.slots - s.places : 0, [&](std::int64_t i) {
+    float* gate = s.hidden + (s.places + i) * s.hidden_row;
+    std::fill_n(gate, s.width(), 0.0f);
+    std::fill_n(gate + s.hidden_up, s.width(), 0.0f);
+  });
+}
+
+}  // namespace
 
 void forward(const Plan& p, const TensorView& out, Scratch& scratch) {
   const BlockTasks routed(p.routed.offsets, p.routed.groups, p.routed.width(), scratch);
@@ -13,6 +26,7 @@ void forward(const Plan& p, const TensorView& out, Scratch& scratch) {
   const std::int64_t blocks = routed.count() + shared.count();
   const grouped_matmul::Kernels& products = grouped_matmul_kernels_for(active_isa());
   const auto activate = moe_experts_kernels_for(active_isa()).forward[p.type];
+  clear_unrouted(p);
   narrow_x(p, p.routed, scratch);
   parallel_for(blocks + gate_tasks(p), [&](std::int64_t i) {
     if (i >= blocks) {
@@ -22,21 +36,20 @@ void forward(const Plan& p, const TensorView& out, Scratch& scratch) {
     const Set& s = i < routed.count() ? p.routed : p.shared;
     const BlockTasks::Task t = i < routed.count() ? routed[i] : shared[i - routed.count()];
     Scratch own;
-    float* gate = own.floats(t.rows * kBlockColumns);
-    float* up = own.floats(t.rows * kBlockColumns);
+    const HiddenBlock h = hidden_place(s, t, own);
     float* room = own.floats(products.room_floats);
     const void* later = nullptr;
     if (i + 1 < routed.count()) {
       const BlockTasks::Task next = routed[i + 1];
       later = p.routed.gate.at(next.group, next.column, 0);
     }
-    hidden_block(p, s, t, gate, up, room, later);
+    hidden_block(p, s, t, h, room, later);
     Activation v{};
-    v.gate = gate;
-    v.up = up;
+    v.gate = h.gate;
+    v.up = h.up;
     v.rows = t.rows;
     v.columns = t.columns;
-    v.pitch = kBlockColumns;
+    v.pitch = h.pitch;
     v.a = s.a + (t.row * s.width() + t.column) * p.bytes;
     v.a_row = s.width();
     activate(v);

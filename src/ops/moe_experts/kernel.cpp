@@ -37,7 +37,7 @@ void backward(const Activation& v) noexcept {
       if (v.da == nullptr) {
         return;
       }
-      const F32 da = lanes.get(v.da + at + c);
+      const F32 da = lanes.get(v.da + r * v.da_pitch + c);
       total = fma(da, a, total);
       if (v.dgate != nullptr) {
         const int64_t to = r * v.dh_row + c;

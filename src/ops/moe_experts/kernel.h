@@ -7,12 +7,12 @@
 
 namespace tidegate::moe_experts {
 
-// gate, up, da: blocks of fp32 [rows][pitch]. Results are rows of a data type, `row` elements apart.
+// gate and up: rows of fp32, `pitch` apart. Results are rows of a data type, `row` elements apart.
 struct Activation {
   const float *gate, *up;
-  const float* da;       // backward only: the gradient of silu(gate) * up before the routing weight
+  const float* da;       // backward only: the gradient of silu(gate) * up before the routing weight, by da_pitch
   const float* factors;  // backward only: the routing weights of the rows
-  int64_t rows, columns, pitch;
+  int64_t rows, columns, pitch, da_pitch;
   void *a, *dgate, *dup;  // absent: not wanted
   int64_t a_row, dh_row;
   float* dfactors;  // [rows * dfactors_step]: <da, a>

@@ -56,19 +56,32 @@ inline const void** hidden_rows(const Plan& p, const Set& s, const char* data, S
                                       [&](std::int64_t j) { return data + j * s.width() * p.bytes; });
 }
 
-// gate and up of a block of places, with their additions. later: the weight of the next block, or null.
-inline void hidden_block(const Plan& p, const Set& s, const grouped_matmul::BlockTasks::Task& t, float* gate, float* up,
+// gate and up of a block of places: where they are kept, or scratch memory.
+struct HiddenBlock {
+  float *gate, *up;
+  std::int64_t pitch;
+};
+inline HiddenBlock hidden_place(const Set& s, const grouped_matmul::BlockTasks::Task& t, Scratch& own) {
+  if (s.hidden != nullptr) {
+    float* gate = s.hidden + t.row * s.hidden_row + t.column;
+    return {gate, gate + s.hidden_up, s.hidden_row};
+  }
+  const std::int64_t size = t.rows * grouped_matmul::kBlockColumns;
+  return {own.floats(size), own.floats(size), grouped_matmul::kBlockColumns};
+}
+
+// Computes them, with their additions. later: the weight of the next block, or null.
+inline void hidden_block(const Plan& p, const Set& s, const grouped_matmul::BlockTasks::Task& t, const HiddenBlock& h,
                          float* room, const void* later = nullptr) {
   const Weights* weights[] = {&s.gate, &s.up};
-  float* to[] = {gate, up};
+  float* to[] = {h.gate, h.up};
   const LowRank& l = s.hidden_lora;
   for (int i = 0; i < 2; ++i) {
     const void* next = i == 0 ? s.up.at(t.group, t.column, 0) : later;
-    multiply({*weights[i], t.group, t.column, t.columns, false, next}, s.x_rows + t.row, p.type, t.rows, to[i],
-             grouped_matmul::kBlockColumns, false, room);
+    multiply({*weights[i], t.group, t.column, t.columns, false, next}, s.x_rows + t.row, p.type, t.rows, to[i], h.pitch,
+             false, room);
     if (l.rank > 0) {
-      widen({l.b[i], t.group, t.column, t.columns, false}, l.u, l.rank, t.row, t.rows, to[i],
-            grouped_matmul::kBlockColumns, room);
+      widen({l.b[i], t.group, t.column, t.columns, false}, l.u, l.rank, t.row, t.rows, to[i], h.pitch, room);
     }
   }
 }

@@ -111,14 +111,28 @@ void check_result(std::string_view op, Named t, const TensorView& x) {
   check_inner_stride(op, t);
 }
 
+// What a forward leaves for a backward; fp64 has none, its reference keeps nothing.
+void check_hidden(std::string_view op, const TensorView& hidden, const MoeExpertsInputs& in, const Sizes& n) {
+  if (hidden.defined()) {
+    check(in.x.dtype != DType::kF64, op, ": hidden: expected none with float64, got a tensor");
+    const Named t{"hidden", hidden};
+    check_shape(op, t, {n.T * in.ids.sizes[1], 2, n.I});
+    check_dtype(op, t, DType::kF32);
+    check_inner_stride(op, t);
+  }
+}
+
 }  // namespace
 
-void moe_experts_fwd(const MoeExpertsInputs& in, const TensorView& out, const MoeExpertsOptions& options) {
+void moe_experts_fwd(const MoeExpertsInputs& in, const TensorView& out, const MoeExpertsOptions& options,
+                     const TensorView& hidden) {
   constexpr std::string_view op = "moe_experts_fwd";
   const FloatEnvironment environment;
   const Sizes n = check_inputs(op, in, options);
   check_result(op, {"out", out}, in.x);
-  check_outputs(op, {{"out", out}},
+  check(!in.hidden.defined(), op, ": hidden: expected none among the inputs, got a tensor");
+  check_hidden(op, hidden, in, n);
+  check_outputs(op, {{"out", out}, {"hidden", hidden}},
                 {{"x", in.x},
                  {"ids", in.ids},
                  {"weights", in.weights},
@@ -138,7 +152,7 @@ void moe_experts_fwd(const MoeExpertsInputs& in, const TensorView& out, const Mo
     moe_experts::reference_fwd<double>(in, ids, out, options);
     return;
   }
-  moe_experts::forward(moe_experts::make_plan(in, ids, options, scratch), out, scratch);
+  moe_experts::forward(moe_experts::make_plan(in, ids, options, hidden, scratch), out, scratch);
 }
 
 void moe_experts_bwd(const TensorView& dout, const MoeExpertsInputs& in, const MoeExpertsGradients& out,
@@ -147,6 +161,7 @@ void moe_experts_bwd(const TensorView& dout, const MoeExpertsInputs& in, const M
   const FloatEnvironment environment;
   const Sizes n = check_inputs(op, in, options);
   check_result(op, {"dout", dout}, in.x);
+  check_hidden(op, in.hidden, in, n);
   if (out.dx.defined()) {
     check_result(op, {"dx", out.dx}, in.x);
   }
@@ -216,14 +231,15 @@ void moe_experts_bwd(const TensorView& dout, const MoeExpertsInputs& in, const M
                  {"gate_up_lora_a", in.gate_up_lora_a},
                  {"gate_up_lora_b", in.gate_up_lora_b},
                  {"down_lora_a", in.down_lora_a},
-                 {"down_lora_b", in.down_lora_b}});
+                 {"down_lora_b", in.down_lora_b},
+                 {"hidden", in.hidden}});
   Scratch scratch;
   const std::int32_t* ids = read_expert_ids(op, {"ids", in.ids}, n.E, options.ids_convention, scratch);
   if (in.x.dtype == DType::kF64) {
     moe_experts::reference_bwd<double>(dout, in, ids, out, options);
     return;
   }
-  moe_experts::backward(moe_experts::make_plan(in, ids, options, scratch), dout, out, options, scratch);
+  moe_experts::backward(moe_experts::make_plan(in, ids, options, in.hidden, scratch), dout, out, options, scratch);
 }
 
 }  // namespace tidegate

@@ -52,7 +52,8 @@ void set_low_rank(Set& s, const MoeExpertsInputs& in, const MoeExpertsOptions& o
 
 }  // namespace
 
-Plan make_plan(const MoeExpertsInputs& in, const std::int32_t* ids, const MoeExpertsOptions& o, Scratch& scratch) {
+Plan make_plan(const MoeExpertsInputs& in, const std::int32_t* ids, const MoeExpertsOptions& o,
+               const TensorView& hidden, Scratch& scratch) {
   Plan p{};
   p.T = in.x.sizes[0];
   p.H = in.x.sizes[1];
@@ -66,6 +67,11 @@ Plan make_plan(const MoeExpertsInputs& in, const std::int32_t* ids, const MoeExp
   p.routed.down = weights_of(in.down, o.weight_axes);
   set_places(p.routed, sort_pairs(ids, p.T * k, in.gate_up.sizes[0], scratch), ids, k, in, scratch);
   set_low_rank(p.routed, in, o, scratch);
+  if (hidden.defined()) {
+    p.routed.hidden = hidden.as<float>();
+    p.routed.hidden_row = hidden.strides[0];
+    p.routed.hidden_up = hidden.strides[1];
+  }
   auto* pair_weights = take<float>(scratch, p.T * k);
   for (std::int64_t i = 0; i < p.T * k; ++i) {
     pair_weights[i] = static_cast<float>(read_element(in.weights, offset_of(in.weights, i / k, i % k)));

@@ -35,6 +35,10 @@ struct Set {
   const float* place_weights;          // [places]
   const void** x_rows;                 // [places]
   char* a;                             // [places][width] of x's type
+  // gate and up that a forward keeps for the backward, fp32: of place j at hidden + j * hidden_row, and hidden_up
+  // behind it. Absent: they live as long as their block.
+  float* hidden;
+  std::int64_t hidden_row, hidden_up;
   std::int64_t width() const { return gate.N; }
 };
 
@@ -71,7 +75,9 @@ inline Weights matrix_of(const TensorView& t) {
           data_type_index(t.dtype),   dtype_bytes(t.dtype)};
 }
 
-Plan make_plan(const MoeExpertsInputs& in, const std::int32_t* ids, const MoeExpertsOptions& options, Scratch& scratch);
+// hidden: what is kept of the routed experts, or absent.
+Plan make_plan(const MoeExpertsInputs& in, const std::int32_t* ids, const MoeExpertsOptions& options,
+               const TensorView& hidden, Scratch& scratch);
 
 void forward(const Plan& p, const TensorView& out, Scratch& scratch);
 void backward(const Plan& p, const TensorView& dout, const MoeExpertsGradients& out, const MoeExpertsOptions& options,
