@@ -88,12 +88,21 @@ def _experts_calls(grad):
 
 def _experts_fwd():
     first, second, third = _experts_calls(True)
-    return [first, (second[0], {**second[1], "round_y": True}), third]
+    training = (_experts(True), {"save_hidden": True})
+    turned = (third[0], {**third[1], "save_hidden": True})
+    return [first, (second[0], {**second[1], "round_y": True, "save_hidden": True}), third, training, turned]
 
 
 def _experts_bwd():
     calls = [([_data(3, 8, dtype=args[0].dtype), *args], kwargs) for args, kwargs in _experts_calls(False)]
-    return [calls[0], calls[1], (calls[2][0], {**calls[2][1], "needs": 5})]
+    kept = [_data(6, 2, 3) for _ in calls]  # any numbers: they are read as they are
+    return [
+        calls[0],
+        (calls[1][0], {**calls[1][1], "hidden": kept[0]}),
+        (calls[2][0], {**calls[2][1], "needs": 5}),
+        (calls[0][0], {"hidden": kept[1]}),
+        (calls[2][0], {**calls[2][1], "hidden": kept[2]}),
+    ]
 
 
 def _int8(*shape):

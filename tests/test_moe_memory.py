@@ -13,6 +13,7 @@ STATUS, REFS = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear
 E, H, WIDTH, T, SLOTS = 24, 1024, 512, 96, 2
 GATE_UP = E * 2 * WIDTH * H * 2  # bytes of the weight, 50 MB
 ACTIVATIONS = T * SLOTS * (H + 2 * WIDTH) * 4  # of all pairs in fp32, 1.6 MB
+KEPT = T * SLOTS * 2 * WIDTH * 4  # gate and up of all pairs, which a training forward leaves for its backward, 0.8 MB
 ROOM = 8 << 20  # huge pages of both threads' scratch memory, and what torch and the allocator do
 
 
@@ -70,7 +71,7 @@ def test_backward_of_frozen_weights(layer):
         tidegate.moe_experts(leaf, ids, w, *pair, weight_axes=axes).sum().backward()
 
     for name, pair, axes in forms(weights):
-        assert needed(lambda: step(pair, axes)) < 2 * ACTIVATIONS + ROOM, name  # noqa: B023
+        assert needed(lambda: step(pair, axes)) < 2 * ACTIVATIONS + KEPT + ROOM, name  # noqa: B023
 
 
 def test_backward_of_lora(layer):
@@ -83,7 +84,7 @@ def test_backward_of_lora(layer):
         tidegate.moe_experts(x, ids, weights_of, *pair, **more).sum().backward()
 
     for name, pair, axes in forms(weights):
-        assert needed(lambda: step(pair, axes)) < 2 * ACTIVATIONS + ROOM, name  # noqa: B023
+        assert needed(lambda: step(pair, axes)) < 2 * ACTIVATIONS + KEPT + ROOM, name  # noqa: B023
 
 
 def test_all_gradients_into_memory_that_is_there(layer):

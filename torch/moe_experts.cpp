@@ -42,41 +42,53 @@ MoeExpertsOptions options(std::string_view op, const std::string& axes, bool int
           down_scale};
 }
 
-Tensor fwd(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Optional shared_gate, Optional shared_up,
-           Optional shared_down, Optional shared_router, Optional gate_up_lora_a, Optional gate_up_lora_b,
-           Optional down_lora_a, Optional down_lora_b, std::string weight_axes, bool interleaved,
-           std::string ids_convention, double gate_up_lora_scale, double down_lora_scale, bool round_y) {
+// [T*k,2,I] for gate and up that a backward will want. fp64 keeps none.
+Tensor room_for_hidden(const MoeExpertsInputs& in, const MoeExpertsOptions& o) {
+  const std::int64_t width = in.down.sizes[o.weight_axes == WeightAxes::kNK ? 2 : 1];
+  return empty({in.ids.sizes[0] * in.ids.sizes[1], 2, width}, ScalarType::Float);
+}
+
+std::tuple<Tensor, Tensor> fwd(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Optional shared_gate,
+                               Optional shared_up, Optional shared_down, Optional shared_router,
+                               Optional gate_up_lora_a, Optional gate_up_lora_b, Optional down_lora_a,
+                               Optional down_lora_b, std::string weight_axes, bool interleaved,
+                               std::string ids_convention, double gate_up_lora_scale, double down_lora_scale,
+                               bool round_y, bool save_hidden) {
   constexpr std::string_view op = "moe_experts_fwd";
   const MoeExpertsInputs in =
       inputs(op, x, ids, weights, gate_up, down, {shared_gate, shared_up, shared_down, shared_router},
              {gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b});
+  const MoeExpertsOptions o =
+      options(op, weight_axes, interleaved, ids_convention, gate_up_lora_scale, down_lora_scale, round_y);
+  const bool kept = save_hidden && in.x.dtype != DType::kF64;
   Tensor out = empty_like(in.x);
-  moe_experts_fwd(in, view(op, "out", out),
-                  options(op, weight_axes, interleaved, ids_convention, gate_up_lora_scale, down_lora_scale, round_y));
-  return out;
+  Tensor hidden = kept ? room_for_hidden(in, o) : nothing(ScalarType::Float);
+  moe_experts_fwd(in, view(op, "out", out), o, kept ? view(op, "hidden", hidden) : TensorView{});
+  return {out, hidden};
 }
 void fwd_out(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Optional shared_gate,
              Optional shared_up, Optional shared_down, Optional shared_router, Optional gate_up_lora_a,
              Optional gate_up_lora_b, Optional down_lora_a, Optional down_lora_b, std::string weight_axes,
              bool interleaved, std::string ids_convention, double gate_up_lora_scale, double down_lora_scale,
-             bool round_y, Tensor out) {
+             bool round_y, Tensor out, Optional hidden) {
   constexpr std::string_view op = "moe_experts_fwd";
   moe_experts_fwd(inputs(op, x, ids, weights, gate_up, down, {shared_gate, shared_up, shared_down, shared_router},
                          {gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b}),
                   view(op, "out", out),
-                  options(op, weight_axes, interleaved, ids_convention, gate_up_lora_scale, down_lora_scale, round_y));
+                  options(op, weight_axes, interleaved, ids_convention, gate_up_lora_scale, down_lora_scale, round_y),
+                  view(op, "hidden", hidden));
 }
 
 Gradients bwd(Tensor dout, Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Optional shared_gate,
               Optional shared_up, Optional shared_down, Optional shared_router, Optional gate_up_lora_a,
-              Optional gate_up_lora_b, Optional down_lora_a, Optional down_lora_b, std::string weight_axes,
-              bool interleaved, std::string ids_convention, double gate_up_lora_scale, double down_lora_scale,
-              std::int64_t needs) {
+              Optional gate_up_lora_b, Optional down_lora_a, Optional down_lora_b, Optional hidden,
+              std::string weight_axes, bool interleaved, std::string ids_convention, double gate_up_lora_scale,
+              double down_lora_scale, std::int64_t needs) {
   constexpr std::string_view op = "moe_experts_bwd";
   check(needs >= 0 && needs < 4096, op, ": needs: expected 0 to 4095 (a bit for every result), got ", needs);
-  const MoeExpertsInputs in =
-      inputs(op, x, ids, weights, gate_up, down, {shared_gate, shared_up, shared_down, shared_router},
-             {gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b});
+  MoeExpertsInputs in = inputs(op, x, ids, weights, gate_up, down, {shared_gate, shared_up, shared_down, shared_router},
+                               {gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b});
+  in.hidden = dense(op, "hidden", hidden);
   // A gradient that is not wanted, or of a tensor that is not there, is an empty tensor.
   int bit = 0;
   const auto make = [&](const TensorView& t) {
@@ -117,15 +129,16 @@ Gradients bwd(Tensor dout, Tensor x, Tensor ids, Tensor weights, Tensor gate_up,
 }
 void bwd_out(Tensor dout, Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Optional shared_gate,
              Optional shared_up, Optional shared_down, Optional shared_router, Optional gate_up_lora_a,
-             Optional gate_up_lora_b, Optional down_lora_a, Optional down_lora_b, std::string weight_axes,
-             bool interleaved, std::string ids_convention, double gate_up_lora_scale, double down_lora_scale,
-             Optional dx, Optional dweights, Optional dgate_up, Optional ddown, Optional dshared_gate,
-             Optional dshared_up, Optional dshared_down, Optional dshared_router, Optional dgate_up_lora_a,
-             Optional dgate_up_lora_b, Optional ddown_lora_a, Optional ddown_lora_b) {
+             Optional gate_up_lora_b, Optional down_lora_a, Optional down_lora_b, Optional hidden,
+             std::string weight_axes, bool interleaved, std::string ids_convention, double gate_up_lora_scale,
+             double down_lora_scale, Optional dx, Optional dweights, Optional dgate_up, Optional ddown,
+             Optional dshared_gate, Optional dshared_up, Optional dshared_down, Optional dshared_router,
+             Optional dgate_up_lora_a, Optional dgate_up_lora_b, Optional ddown_lora_a, Optional ddown_lora_b) {
   constexpr std::string_view op = "moe_experts_bwd";
-  moe_experts_bwd(dense(op, "dout", dout),
-                  inputs(op, x, ids, weights, gate_up, down, {shared_gate, shared_up, shared_down, shared_router},
-                         {gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b}),
+  MoeExpertsInputs in = inputs(op, x, ids, weights, gate_up, down, {shared_gate, shared_up, shared_down, shared_router},
+                               {gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b});
+  in.hidden = dense(op, "hidden", hidden);
+  moe_experts_bwd(dense(op, "dout", dout), in,
                   {view(op, "dx", dx), view(op, "dweights", dweights), view(op, "dgate_up", dgate_up),
                    view(op, "ddown", ddown), view(op, "dshared_gate", dshared_gate), view(op, "dshared_up", dshared_up),
                    view(op, "dshared_down", dshared_down), view(op, "dshared_router", dshared_router),
@@ -136,20 +149,24 @@ void bwd_out(Tensor dout, Tensor x, Tensor ids, Tensor weights, Tensor gate_up, 
 
 }  // namespace
 
-#define TIDEGATE_MOE_INPUTS                                                                                     \
+#define TIDEGATE_MOE_TENSORS                                                                                    \
   "Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor? shared_gate=None, "               \
   "Tensor? shared_up=None, Tensor? shared_down=None, Tensor? shared_router=None, Tensor? gate_up_lora_a=None, " \
-  "Tensor? gate_up_lora_b=None, Tensor? down_lora_a=None, Tensor? down_lora_b=None, *, str weight_axes='nk', "  \
-  "bool interleaved=False, str ids_convention='plain', float gate_up_lora_scale=1.0, float down_lora_scale=1.0"
+  "Tensor? gate_up_lora_b=None, Tensor? down_lora_a=None, Tensor? down_lora_b=None, "
+#define TIDEGATE_MOE_OPTIONS                                                                                    \
+  "*, str weight_axes='nk', bool interleaved=False, str ids_convention='plain', float gate_up_lora_scale=1.0, " \
+  "float down_lora_scale=1.0"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tidegate, m) {
-  m.def("moe_experts_fwd(" TIDEGATE_MOE_INPUTS ", bool round_y=False) -> Tensor out");
-  m.def("moe_experts_fwd.out(" TIDEGATE_MOE_INPUTS ", bool round_y=False, Tensor(a!) out) -> ()");
-  m.def("moe_experts_bwd(Tensor dout, " TIDEGATE_MOE_INPUTS
+  m.def("moe_experts_fwd(" TIDEGATE_MOE_TENSORS TIDEGATE_MOE_OPTIONS
+        ", bool round_y=False, bool save_hidden=False) -> (Tensor out, Tensor hidden)");
+  m.def("moe_experts_fwd.out(" TIDEGATE_MOE_TENSORS TIDEGATE_MOE_OPTIONS
+        ", bool round_y=False, Tensor(a!) out, Tensor(b!)? hidden=None) -> ()");
+  m.def("moe_experts_bwd(Tensor dout, " TIDEGATE_MOE_TENSORS "Tensor? hidden=None, " TIDEGATE_MOE_OPTIONS
         ", int needs=4095) -> (Tensor dx, Tensor dweights, Tensor dgate_up, Tensor ddown, Tensor dshared_gate, "
         "Tensor dshared_up, Tensor dshared_down, Tensor dshared_router, Tensor dgate_up_lora_a, "
         "Tensor dgate_up_lora_b, Tensor ddown_lora_a, Tensor ddown_lora_b)");
-  m.def("moe_experts_bwd.out(Tensor dout, " TIDEGATE_MOE_INPUTS
+  m.def("moe_experts_bwd.out(Tensor dout, " TIDEGATE_MOE_TENSORS "Tensor? hidden=None, " TIDEGATE_MOE_OPTIONS
         ", Tensor(a!)? dx=None, Tensor(b!)? dweights=None, Tensor(c!)? dgate_up=None, Tensor(d!)? ddown=None, "
         "Tensor(e!)? dshared_gate=None, Tensor(f!)? dshared_up=None, Tensor(g!)? dshared_down=None, "
         "Tensor(h!)? dshared_router=None, Tensor(i!)? dgate_up_lora_a=None, Tensor(j!)? dgate_up_lora_b=None, "

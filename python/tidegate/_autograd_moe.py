@@ -59,16 +59,22 @@ EXPERTS = (0, *range(2, 13))  # inputs that can have a gradient, in the order of
 
 
 def _experts_setup(ctx, inputs, keyword_only_inputs, output):
-    ctx.save_for_backward(*inputs)
-    ctx.options = {k: v for k, v in keyword_only_inputs.items() if k != "round_y"}
+    hidden = output[1]
+    ctx.save_for_backward(*inputs, hidden if hidden.dim() == 3 else None)
+    ctx.options = {k: v for k, v in keyword_only_inputs.items() if k not in ("round_y", "save_hidden")}
+    ctx.mark_non_differentiable(hidden)
+    ctx.set_materialize_grads(False)  # zeros for hidden would be as large as it is
 
 
 @_gradient("moe_experts_fwd", _experts_setup)
-def _(ctx, dout):
+def _(ctx, dout, _):
+    gradients = [None] * 13
+    if dout is None:
+        return tuple(gradients)
+    *inputs, hidden = ctx.saved_tensors
     asked = (*ctx.needs_input_grad, *[False] * 13)  # torch leaves out what was not given at the end
     needs = sum(asked[place] << i for i, place in enumerate(EXPERTS))
-    results = ops.moe_experts_bwd(dout, *ctx.saved_tensors, **ctx.options, needs=needs)
-    gradients = [None] * 13
+    results = ops.moe_experts_bwd(dout, *inputs, hidden=hidden, **ctx.options, needs=needs)
     for place, gradient in zip(EXPERTS, results, strict=True):
         if asked[place]:
             gradients[place] = gradient

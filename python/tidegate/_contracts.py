@@ -26,6 +26,7 @@ TYPES = {  # from the type of the contract's first tensor, and whether roundings
     "table": lambda data, hf: TYPES["same" if hf else "inter"](data, hf),
     "sum": lambda data, hf: (torch.float32, WIDE),
     "fp32": lambda data, hf: FLOATS[:1],
+    "kept": lambda data, hf: () if data == WIDE else FLOATS[:1],  # for a backward; the one in fp64 takes nothing
     "int8": lambda data, hf: (torch.int8,),
     "index": lambda data, hf: (torch.int32, torch.int64),
     "flag": lambda data, hf: (torch.bool, torch.int32, torch.int64),
@@ -142,16 +143,16 @@ CONTRACTS = {
     "grouped_matmul_fwd": "x M,in float; weight G,out~in match; groups G index; bias G,out float; y M,out inter",
     "grouped_matmul_bwd": "dy M,out float; x M,in same; weight G,out~in match; groups G index; dx M,in match; "
     "dweight G,out~in match; dbias G,out float",
-    "moe_experts_fwd": f"{_EXPERTS}; out T,H same",
+    "moe_experts_fwd": f"{_EXPERTS}; out T,H same; hidden pairs,2,inner kept",
     "quantize": "x *,D kernel; q *,D int8; scale -axis fp32",
     "grouped_matmul_swiglu_quant": f"{_PRODUCT_INT8}; smooth_scale G,half fp32; q M,half int8; q_scale M fp32",
     "grouped_matmul_quant": f"{_PRODUCT_INT8}; y M,out kernel",
     "moe_experts_quant": "x T,H kernel; ids T,k index; weights T,k float; down E,H~inner int8; down_scale E,H fp32; "
     "gate_up E,gate_up~H int8; gate_up_scale E,gate_up fp32; out T,H same",
-    "moe_experts_bwd": f"{_EXPERTS}; dout T,H same; dx T,H same; dweights T,k float; dgate_up E,gate_up~H match; "
-    "ddown E,H~inner match; dshared_gate J,H match; dshared_up J,H match; dshared_down H,J match; "
-    "dshared_router H match; dgate_up_lora_a E,rank,H match; dgate_up_lora_b E,gate_up,rank match; "
-    "ddown_lora_a E,rank2,inner match; ddown_lora_b E,H,rank2 match",
+    "moe_experts_bwd": f"{_EXPERTS}; hidden pairs,2,inner kept; dout T,H same; dx T,H same; dweights T,k float; "
+    "dgate_up E,gate_up~H match; ddown E,H~inner match; dshared_gate J,H match; dshared_up J,H match; "
+    "dshared_down H,J match; dshared_router H match; dgate_up_lora_a E,rank,H match; "
+    "dgate_up_lora_b E,gate_up,rank match; ddown_lora_a E,rank2,inner match; ddown_lora_b E,H,rank2 match",
 }
 CONTRACTS = {op: [item.split() for item in text.split(";")] for op, text in CONTRACTS.items()}
 
@@ -283,6 +284,8 @@ def check(op, given):
             continue
         data = data or tensor.dtype
         types = TYPES[kind](data, given.get("rounding") == "hf")
+        if not types:
+            _refuse(ValueError, op, name, f"none with {str(data).removeprefix('torch.')}", "a tensor")
         if tensor.dtype not in types:
             *most, last, got = (str(t).removeprefix("torch.") for t in (*types, tensor.dtype))
             expected = f"{', '.join(most)} or {last}" if most else last

@@ -61,8 +61,11 @@ def _(dy, x, weight, groups, *, needs=7, **_options):
 
 
 @_fake("moe_experts_fwd")
-def _(x, *_tensors, **_options):
-    return x.new_empty(x.shape)
+def _(x, ids, weights, gate_up, down, *_tensors, weight_axes="nk", save_hidden=False, **_options):
+    if not save_hidden or x.dtype == torch.float64:
+        return x.new_empty(x.shape), _nothing(x, torch.float32)
+    shape = ids.shape[0] * ids.shape[1], 2, down.shape[2 if weight_axes == "nk" else 1]
+    return x.new_empty(x.shape), x.new_empty(shape, dtype=torch.float32)
 
 
 @_fake("moe_experts_bwd")
@@ -81,6 +84,7 @@ def _(
     gate_up_lora_b=None,
     down_lora_a=None,
     down_lora_b=None,
+    hidden=None,
     *,
     needs=4095,
     **_options,

@@ -3,6 +3,7 @@
 import torch
 
 from tidegate._native import isa, ops
+from tidegate.delta_rule import _trains
 from tidegate.weight_cache import cache_of, is_computed
 
 TURNING_ROWS = 12  # an expert with more rows than this has its weights turned in every call, unless they are already
@@ -86,10 +87,11 @@ def moe_experts(
 
     x [T,H], ids and weights [T,k], gate_up [E,2I,H], down [E,H,I] as models store them; id -1 is nobody.
     gate_up_lora and down_lora, (a [E,r,K], b [E,N,r], scale), add scale b a to a weight [N,K] without forming it.
+    Where a backward may follow, gate and up of all pairs are kept for it: T k 2I fp32 numbers.
     """
     gate_up_a, gate_up_b, gate_up_scale = _low_rank("gate_up_lora", gate_up_lora)
     down_a, down_b, down_scale = _low_rank("down_lora", down_lora)
-    return ops.moe_experts_fwd(
+    out, _ = ops.moe_experts_fwd(
         x,
         ids,
         weights,
@@ -109,7 +111,9 @@ def moe_experts(
         gate_up_lora_scale=gate_up_scale,
         down_lora_scale=down_scale,
         round_y=round_y,
+        save_hidden=_trains(x, weights, gate_up, down, gate_up_a, gate_up_b, down_a, down_b),
     )
+    return out
 
 
 def _is_silu(act):

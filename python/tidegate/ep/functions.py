@@ -58,21 +58,23 @@ class _Experts(torch.autograd.Function):
         rows = buffer.expand(handle)
         ones = torch.ones_like(handle.row_weights)
         options = {"weight_axes": weight_axes}
-        y = tidegate_ops.moe_experts_fwd(rows, handle.row_expert, ones, gate_up, down, round_y=True, **options)
-        ctx.save_for_backward(rows, gate_up, down)
+        y, hidden = tidegate_ops.moe_experts_fwd(
+            rows, handle.row_expert, ones, gate_up, down, round_y=True, save_hidden=any(ctx.needs_input_grad), **options
+        )
+        ctx.save_for_backward(rows, gate_up, down, hidden if hidden.dim() == 3 else None)
         ctx.buffer, ctx.handle, ctx.options, ctx.weights_dtype = buffer, handle, options, weights.dtype
         return buffer.combine(y, handle)[0]
 
     @staticmethod
     def backward(ctx, dout):
         buffer, handle = ctx.buffer, ctx.handle
-        rows, gate_up, down = ctx.saved_tensors
+        rows, gate_up, down, hidden = ctx.saved_tensors
         _, dx_wanted, _, *wanted = ctx.needs_input_grad
         d = buffer.redispatch(dout.contiguous(), handle)
         # Always the gradient of the weights: one number a row, and so every rank makes the same exchange.
         needs = dx_wanted | 2 | wanted[1] << 2 | wanted[2] << 3
         drows, dw, dgate_up, ddown, *_ = tidegate_ops.moe_experts_bwd(
-            d, rows, handle.row_expert, handle.row_weights, gate_up, down, needs=needs, **ctx.options
+            d, rows, handle.row_expert, handle.row_weights, gate_up, down, hidden=hidden, needs=needs, **ctx.options
         )
         dx, dweights = buffer.combine(drows if dx_wanted else None, handle, weighted=False, row_values=dw.view(-1))
         return (

@@ -94,7 +94,7 @@ def _functional(op):
 
 
 # What a functional form must be told so that it computes an output that the .out form was given.
-ASKED = {"final_state": "output_final_state", "probs": "output_probs"}
+ASKED = {"final_state": "output_final_state", "probs": "output_probs", "hidden": "save_hidden"}
 TYPES = {"beta_dtype": "beta", "out_dtype": "y", "weights_dtype": "weights"}
 SIZES = {"top_k": "weights", "num_experts": "counts"}  # the last dimension of that output
 UNROUNDED = ("moe_unpermute_bwd", "grouped_matmul_bwd", "moe_experts_bwd")  # outputs may be wider than the inputs

@@ -77,14 +77,17 @@ class Experts:
         return value.to(self.dtype).to(value.dtype)
 
     def result(self, e, x, round_y):
+        """y of rows, and what gate and up make of them, [rows,2,I]."""
         gate, up, down = self.weights(e)
-        y = self.round(torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
-        return self.round(y) if round_y else y
+        g, u = x @ gate.T, x @ up.T
+        y = self.round(torch.nn.functional.silu(g) * u) @ down.T
+        return self.round(y) if round_y else y, torch.stack([g, u], 1)
 
-    def gradients(self, e, x, dy, w):
-        """Of x, the factor w [rows], gate, up and down."""
+    def gradients(self, e, x, dy, w, hidden=None):
+        """Of x, the factor w [rows], gate, up and down. hidden: what the forward made of the rows."""
         gate, up, down = self.weights(e)
-        g, u, da, w = x @ gate.T, x @ up.T, dy @ down, w[:, None]
+        g, u = (x @ gate.T, x @ up.T) if hidden is None else hidden.unbind(1)
+        da, w = dy @ down, w[:, None]
         s = torch.sigmoid(g)
         a = self.round(g * s * u)
         dg, du = self.round(w * da * u * s * (1 + g * (1 - s))), self.round(w * da * g * s)
@@ -115,18 +118,26 @@ def moe_experts_fwd(
     gate_up_lora_scale=1.0,
     down_lora_scale=1.0,
     round_y=False,
+    save_hidden=False,
 ):
     shared = _shared(shared_gate, shared_up, shared_down, shared_router)
     lora = gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b, gate_up_lora_scale, down_lora_scale
     n = Experts("moe_experts_fwd", x, ids, gate_up, down, shared, lora, weight_axes, interleaved, ids_convention)
     out = torch.zeros_like(n.x)
+    kept = save_hidden and x.dtype != torch.float64
+    hidden = x.new_zeros((ids.numel(), 2, n.down.shape[2]) if kept else 0, dtype=torch.float32)
+    place = 0  # of an expert's first pair
     for e in n.used():
         t, slot = n.pairs(e)
-        out.index_add_(0, t, weights[t, slot, None].to(out.dtype) * n.result(e, n.x[t], round_y))
+        y, rows = n.result(e, n.x[t], round_y)
+        out.index_add_(0, t, weights[t, slot, None].to(out.dtype) * y)
+        if kept:
+            hidden[place : place + len(t)] = rows
+        place += len(t)
     if shared_gate is not None:
         factor = torch.sigmoid(n.x @ shared_router.to(out.dtype))
-        out += factor[:, None] * n.result(None, n.x, round_y)
-    return out.to(x.dtype)
+        out += factor[:, None] * n.result(None, n.x, round_y)[0]
+    return out.to(x.dtype), hidden
 
 
 def moe_experts_bwd(
@@ -144,6 +155,7 @@ def moe_experts_bwd(
     gate_up_lora_b=None,
     down_lora_a=None,
     down_lora_b=None,
+    hidden=None,
     weight_axes="nk",
     interleaved=False,
     ids_convention="plain",
@@ -164,9 +176,12 @@ def moe_experts_bwd(
     dx, dw = new(x), new(weights)
     # Views as [E,N,K] of what will be returned.
     dgate_up, ddown = (t if t is None or weight_axes == "nk" else t.mT for t in found[2:4])
+    place = 0  # of an expert's first pair
     for e in n.used():
         t, slot = n.pairs(e)
-        d, dw[t, slot], dgate, dup, dlast = n.gradients(e, n.x[t], dy[t], weights[t, slot].to(dy.dtype))
+        rows = None if hidden is None else hidden[place : place + len(t)]
+        place += len(t)
+        d, dw[t, slot], dgate, dup, dlast = n.gradients(e, n.x[t], dy[t], weights[t, slot].to(dy.dtype), rows)
         dx.index_add_(0, t, d)
         for i, (full, d) in enumerate(((dgate_up, n.joined(dgate, dup)), (ddown, dlast))):
             if full is not None:

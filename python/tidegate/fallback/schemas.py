@@ -227,31 +227,31 @@ moe_experts_quant(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor g
     down_scale, *, str weight_axes="nk", str ids_convention="plain") -> Tensor out
 moe_experts_quant.out(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor gate_up_scale, Tensor down,
     Tensor down_scale, *, str weight_axes="nk", str ids_convention="plain", Tensor(a!) out) -> ()
-moe_experts_fwd(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor? shared_gate=None,
-    Tensor? shared_up=None, Tensor? shared_down=None, Tensor? shared_router=None, Tensor? gate_up_lora_a=None, Tensor?
+moe_experts_fwd(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor? shared_gate=None, Tensor?
+    shared_up=None, Tensor? shared_down=None, Tensor? shared_router=None, Tensor? gate_up_lora_a=None, Tensor?
     gate_up_lora_b=None, Tensor? down_lora_a=None, Tensor? down_lora_b=None, *, str weight_axes="nk", bool
     interleaved=False, str ids_convention="plain", float gate_up_lora_scale=1.0, float down_lora_scale=1.0, bool
-    round_y=False) -> Tensor out
+    round_y=False, bool save_hidden=False) -> (Tensor out, Tensor hidden)
 moe_experts_fwd.out(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor? shared_gate=None,
     Tensor? shared_up=None, Tensor? shared_down=None, Tensor? shared_router=None, Tensor? gate_up_lora_a=None, Tensor?
     gate_up_lora_b=None, Tensor? down_lora_a=None, Tensor? down_lora_b=None, *, str weight_axes="nk", bool
     interleaved=False, str ids_convention="plain", float gate_up_lora_scale=1.0, float down_lora_scale=1.0, bool
-    round_y=False, Tensor(a!) out) -> ()
+    round_y=False, Tensor(a!) out, Tensor(b!)? hidden=None) -> ()
 moe_experts_bwd(Tensor dout, Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor?
     shared_gate=None, Tensor? shared_up=None, Tensor? shared_down=None, Tensor? shared_router=None, Tensor?
-    gate_up_lora_a=None, Tensor? gate_up_lora_b=None, Tensor? down_lora_a=None, Tensor? down_lora_b=None, *, str
-    weight_axes="nk", bool interleaved=False, str ids_convention="plain", float gate_up_lora_scale=1.0, float
-    down_lora_scale=1.0, int needs=4095) -> (Tensor dx, Tensor dweights, Tensor dgate_up, Tensor ddown, Tensor
-    dshared_gate, Tensor dshared_up, Tensor dshared_down, Tensor dshared_router, Tensor dgate_up_lora_a, Tensor
-    dgate_up_lora_b, Tensor ddown_lora_a, Tensor ddown_lora_b)
+    gate_up_lora_a=None, Tensor? gate_up_lora_b=None, Tensor? down_lora_a=None, Tensor? down_lora_b=None, Tensor?
+    hidden=None, *, str weight_axes="nk", bool interleaved=False, str ids_convention="plain", float
+    gate_up_lora_scale=1.0, float down_lora_scale=1.0, int needs=4095) -> (Tensor dx, Tensor dweights, Tensor dgate_up,
+    Tensor ddown, Tensor dshared_gate, Tensor dshared_up, Tensor dshared_down, Tensor dshared_router, Tensor
+    dgate_up_lora_a, Tensor dgate_up_lora_b, Tensor ddown_lora_a, Tensor ddown_lora_b)
 moe_experts_bwd.out(Tensor dout, Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor?
     shared_gate=None, Tensor? shared_up=None, Tensor? shared_down=None, Tensor? shared_router=None, Tensor?
-    gate_up_lora_a=None, Tensor? gate_up_lora_b=None, Tensor? down_lora_a=None, Tensor? down_lora_b=None, *, str
-    weight_axes="nk", bool interleaved=False, str ids_convention="plain", float gate_up_lora_scale=1.0, float
-    down_lora_scale=1.0, Tensor(a!)? dx=None, Tensor(b!)? dweights=None, Tensor(c!)? dgate_up=None, Tensor(d!)?
-    ddown=None, Tensor(e!)? dshared_gate=None, Tensor(f!)? dshared_up=None, Tensor(g!)? dshared_down=None, Tensor(h!)?
-    dshared_router=None, Tensor(i!)? dgate_up_lora_a=None, Tensor(j!)? dgate_up_lora_b=None, Tensor(k!)?
-    ddown_lora_a=None, Tensor(l!)? ddown_lora_b=None) -> ()
+    gate_up_lora_a=None, Tensor? gate_up_lora_b=None, Tensor? down_lora_a=None, Tensor? down_lora_b=None, Tensor?
+    hidden=None, *, str weight_axes="nk", bool interleaved=False, str ids_convention="plain", float
+    gate_up_lora_scale=1.0, float down_lora_scale=1.0, Tensor(a!)? dx=None, Tensor(b!)? dweights=None, Tensor(c!)?
+    dgate_up=None, Tensor(d!)? ddown=None, Tensor(e!)? dshared_gate=None, Tensor(f!)? dshared_up=None, Tensor(g!)?
+    dshared_down=None, Tensor(h!)? dshared_router=None, Tensor(i!)? dgate_up_lora_a=None, Tensor(j!)?
+    dgate_up_lora_b=None, Tensor(k!)? ddown_lora_a=None, Tensor(l!)? ddown_lora_b=None) -> ()
 about() -> str
 chunk_size() -> int
 set_isa(str name) -> ()
