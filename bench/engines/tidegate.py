@@ -195,12 +195,18 @@ def _experts(form):
     return build
 
 
-def _experts_bwd(needs):
+def _experts_bwd(needs, kept=True):
     def build(item, x):
         op, args = _op("moe_experts_bwd"), [x[n] for n in ("dout", "x", "ids", "weights", "gate_up", "down")]
         names = [n for i, n in enumerate(("dx", "dw", "dgate_up", "ddown")) if needs >> i & 1]
-        note = "gate and up computed again" + ("" if needs == 15 else ", frozen weights")
-        return Run(lambda: op(*args, needs=needs), lambda r: sampled(dict(zip(names, r, strict=False))), note)
+        note = "saved gate and up, forward not timed" if kept else "gate and up computed again"
+        note += "" if needs == 15 else ", frozen weights"
+        hidden = _op("moe_experts_fwd")(*args[1:], save_hidden=True)[1] if kept else None
+
+        def call():
+            return op(*args, hidden=hidden, needs=needs)
+
+        return Run(call, lambda r: sampled(dict(zip(names, r, strict=False))), note)
 
     return build
 
@@ -223,7 +229,7 @@ ENTRIES = {
     "conv_update": {"": _conv_update(contiguous=False), "[B,D,3]": _conv_update(contiguous=True)},
     "decode": {"": _decode(), "out": _decode(into=True), "V-first": _decode(v_first=True)},
     "experts": {name: _experts(name) for name in ("", "view", "[E,K,N]", "int8")},
-    "experts_bwd": {"": _experts_bwd(15), "frozen": _experts_bwd(3)},
+    "experts_bwd": {"": _experts_bwd(15), "recomputed": _experts_bwd(15, kept=False), "frozen": _experts_bwd(3)},
     "gating": _gating,
     "layer_step": {"": _layer, "separate": _layer_separate},
     "l2norm": _l2norm,
