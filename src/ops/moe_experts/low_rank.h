@@ -78,8 +78,9 @@ inline void hidden_block(const Plan& p, const Set& s, const grouped_matmul::Bloc
   const LowRank& l = s.hidden_lora;
   for (int i = 0; i < 2; ++i) {
     const void* next = i == 0 ? s.up.at(t.group, t.column, 0) : later;
-    multiply({*weights[i], t.group, t.column, t.columns, false, next}, s.x_rows + t.row, p.type, t.rows, to[i], h.pitch,
-             false, room);
+    const bool packed = i == 1 && l.rank == 0;  // an addition uses the room for itself
+    multiply({*weights[i], t.group, t.column, t.columns, false, next, packed}, s.x_rows + t.row, p.type, t.rows, to[i],
+             h.pitch, false, room);
     if (l.rank > 0) {
       widen({l.b[i], t.group, t.column, t.columns, false}, l.u, l.rank, t.row, t.rows, to[i], h.pitch, room);
     }

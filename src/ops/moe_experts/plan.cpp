@@ -138,6 +138,7 @@ void multiply(const Factor& f, const void* const* rows, int row_type, std::int64
   b.accumulate = accumulate;
   b.room = room;
   b.later = f.later;
+  b.same_rows = f.same_rows;
   set_weight(b, f.transposed ? w.at(f.group, 0, f.first) : w.at(f.group, f.first, 0), f.transposed ? w.column : w.row,
              f.transposed ? w.row : w.column, w.type);
   grouped_matmul_kernels_for(active_isa()).product(b);
