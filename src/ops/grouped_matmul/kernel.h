@@ -26,7 +26,9 @@ struct Block {
   bool accumulate;    // to what out holds
   float* room;        // room_floats of scratch
   const void* later;  // a weight of the same strides that comes next and may be asked for early, or null
-  bool same_rows;  // as in the product before, which had the same inner size and room: they may still be packed there
+  // As in the product before, whose weight had the same type and strides, with the same room: they may still be packed
+  // there.
+  bool same_rows;
 };
 
 // out(m, n) = sum over r ascending of factors[r] * left[r][m] * right[r][n]; absent factors are 1.

@@ -94,7 +94,7 @@ class BlockTasks {
       all += row_blocks(g);
     }
     if (runs) {
-      width_ *= blocks_per_task(all, (columns + kBlockColumns - 1) / kBlockColumns, num_threads());
+      width_ *= blocks_per_task(all, (columns + kBlockColumns - 1) / kBlockColumns, parallel_threads());
     }
     column_blocks_ = (columns + width_ - 1) / width_;
     first_ = static_cast<std::int64_t*>(scratch.bytes(static_cast<std::size_t>(groups + 1) * sizeof(std::int64_t)));

@@ -94,7 +94,7 @@ struct Factor {
   std::int64_t group, first, columns;
   bool transposed;
   const void* later = nullptr;
-  bool same_rows = false;  // as in the product before, with the same inner size and room
+  bool same_rows = false;  // as in the product before, whose weight had the same type and strides, with the same room
 };
 void multiply(const Factor& f, const void* const* rows, int row_type, std::int64_t count, float* out,
               std::int64_t pitch, bool accumulate, float* room);
