@@ -143,3 +143,23 @@ def test_few_rows_without_gradients(monkeypatch):
         calls.clear()
         model(x[:4])
         assert len(calls) == 1  # frozen weights and plain inputs: nothing trains
+
+
+class Quantised(torch.Tensor):
+    """As packages that quantise put it into a layer: bf16 by its type, another function by its arithmetic."""
+
+
+@pytest.mark.skipif(tidegate.isa() == "fallback", reason="patch leaves linear layers to torch")
+def test_tensor_subclasses_and_exported_graphs_keep_torch(monkeypatch):
+    monkeypatch.setattr(sites, "rows_served", lambda dtype: 4 if dtype == torch.bfloat16 else 0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8).bfloat16(), torch.nn.Linear(8, 8).bfloat16())
+    model[0].weight = torch.nn.Parameter(model[0].weight.detach().as_subclass(Quantised), requires_grad=False)
+    handle = tidegate.patch(model, ops=("linear",))
+    assert [row.path for row in handle.report().only(op="linear", status="installed")] == ["1"]
+    handle.undo()
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 8).bfloat16()).requires_grad_(False)
+    with tidegate.patch(plain, ops=("linear",)), torch.no_grad():
+        rows = {0: torch.export.Dim("rows", min=2, max=512)}
+        exported = torch.export.export(plain, (torch.randn(3, 8).bfloat16(),), dynamic_shapes=(rows,))
+    x = torch.randn(100, 8).bfloat16()
+    assert_bits("y", exported.module()(x), plain(x))

@@ -48,11 +48,6 @@ class Mlp(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Swapped(Mlp):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
-
-
 @native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gated_mlp_keeps_its_answers_and_gradients(dtype):
@@ -72,15 +67,58 @@ def test_a_gated_mlp_keeps_its_answers_and_gradients(dtype):
     assert_bits("y", mlp(x), want)
 
 
+def limited(self, x):
+    return self.down_proj(silu(self.gate_proj(x)).clamp(max=10) * self.up_proj(x).clamp(-10, 10))
+
+
+def dropped(self, x):
+    return self.down_proj(nn.functional.dropout(self.act_fn(self.gate_proj(x)) * self.up_proj(x), 0.1, self.training))
+
+
+def swapped(self, x):
+    return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+def added(self, x, residual=None):
+    y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return y if residual is None else y + residual
+
+
 @native
-def test_other_activations_are_refused_and_swapped_ones_fail_the_test():
-    gelu = nn.Sequential(Mlp(nn.functional.gelu))
+@pytest.mark.parametrize("other", [limited, dropped, swapped, added])
+def test_forwards_that_do_something_else_are_refused(other):
+    """Most of them cannot be told apart on a few random rows."""
+    mlp = nn.Sequential(type("Other", (Mlp,), {"forward": other})())
+    with pytest.raises(NothingPatchedError, match="its forward is not"):
+        tidegate.patch(mlp, ops=("swiglu",))
+    assert "forward" not in vars(mlp[0])
+
+
+@native
+def test_other_activations_are_refused():
     with pytest.raises(NothingPatchedError, match="activation is gelu, not SiLU"):
-        tidegate.patch(gelu, ops=("swiglu",))
-    swapped = nn.Sequential(Swapped())
-    with pytest.raises(NothingPatchedError, match="differs by"):
-        tidegate.patch(swapped, ops=("swiglu",))
-    assert "forward" not in swapped[0].__dict__ and "forward" not in gelu[0].__dict__
+        tidegate.patch(nn.Sequential(Mlp(nn.functional.gelu)), ops=("swiglu",))
+    hooked, calls = Mlp(nn.SiLU()), []
+    hooked.act_fn.register_forward_hook(lambda *args: calls.append(0))
+    with pytest.raises(NothingPatchedError, match="SiLU has hooks"):
+        tidegate.patch(nn.Sequential(hooked), ops=("swiglu",))
+    assert not calls
+
+
+@native
+def test_arguments_by_any_name_and_scripted_neighbours():
+    class Named(Mlp):
+        def forward(self, hidden_state):
+            down = self.down_proj(self.act_fn(self.gate_proj(hidden_state)) * self.up_proj(hidden_state))
+            return down
+
+    model = nn.ModuleList([Named(nn.SiLU()), torch.jit.script(nn.Sequential(nn.ReLU()))])
+    x = torch.randn(3, 24)
+    want = model[0](x)
+    with tidegate.patch(model, ops=("swiglu",)):
+        assert_close("y", model[0](hidden_state=x).detach(), want.detach().double(), 1e-5)
+        with pytest.raises(TypeError):
+            model[0](x, x)
 
 
 @native

@@ -53,13 +53,14 @@ class _Combine(torch.autograd.Function):
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, buffer, x, ids, weights, gate_up, down, weight_axes):
-        handle = buffer.dispatch(x, ids, weights, needs_backward=any(ctx.needs_input_grad))
+    def forward(ctx, buffer, x, ids, weights, gate_up, down, weight_axes, trains):
+        # trains: needs_input_grad does not know of torch.no_grad(), and grad mode is off in here
+        handle = buffer.dispatch(x, ids, weights, needs_backward=trains)
         rows = buffer.expand(handle)
         ones = torch.ones_like(handle.row_weights)
         options = {"weight_axes": weight_axes}
         y, hidden = tidegate_ops.moe_experts_fwd(
-            rows, handle.row_expert, ones, gate_up, down, round_y=True, save_hidden=any(ctx.needs_input_grad), **options
+            rows, handle.row_expert, ones, gate_up, down, round_y=True, save_hidden=trains, **options
         )
         ctx.save_for_backward(rows, gate_up, down, hidden if hidden.dim() == 3 else None)
         ctx.buffer, ctx.handle, ctx.options, ctx.weights_dtype = buffer, handle, options, weights.dtype
@@ -84,6 +85,7 @@ class _Experts(torch.autograd.Function):
             dweights.to(ctx.weights_dtype) if wanted[0] else None,
             dgate_up if wanted[1] else None,
             ddown if wanted[2] else None,
+            None,
             None,
         )
 
@@ -145,8 +147,7 @@ def experts(
     gradients: an expert sees its tokens in the order of ranks, and results are rounded to x's type before they are
     summed, as tidegate.moe_experts(..., round_y=True) does.
     """
-    if _wants_grad(x, weights, gate_up, down):
-        return _Experts.apply(buffer, x, ids, weights, gate_up, down, weight_axes)
-    if not isinstance(buffer, Buffer):  # over several nodes
-        return _Experts.apply(buffer, x, ids, weights, gate_up, down, weight_axes)
+    trains = _wants_grad(x, weights, gate_up, down)
+    if trains or not isinstance(buffer, Buffer):  # over several nodes there is no other way
+        return _Experts.apply(buffer, x, ids, weights, gate_up, down, weight_axes, trains)
     return call("experts", buffer.number, x, ids, weights, gate_up, down, weight_axes, None)

@@ -15,17 +15,23 @@ OP = "linear"
 TESTED_ROWS = 64  # of a weight: a vocabulary's worth of them would take longer than the rest of the patch
 
 
+def _is_plain(weight):
+    """Whole and unquantised: packages put subclasses of tensors into layers that look like others."""
+    return type(weight) in (torch.Tensor, torch.nn.Parameter)
+
+
 @functools.cache
 def forward(most):
     """A forward that serves calls of up to `most` rows without gradients; without a limit, those that train too."""
 
     def forward(self, input):
         weight = self.weight
-        if input.dtype != weight.dtype or input.device != weight.device or is_sharded(weight):
-            return call_original(self, OP, input)  # autocast, offloading and sharding know what to do
+        if input.dtype != weight.dtype or input.device != weight.device or not _is_plain(weight):
+            return call_original(self, OP, input)  # autocast, offloading, sharding and quantising know what to do
         if most < math.inf:
             trains = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-            if trains or input.numel() > most * weight.shape[1]:
+            # An exported graph must not depend on the number of rows.
+            if trains or torch.compiler.is_exporting() or input.numel() > most * weight.shape[1]:
                 return call_original(self, OP, input)
         return linear(input, weight, self.bias)
 
@@ -57,7 +63,7 @@ def find(root, options):
     if _native.fallback:  # plain torch is what the layer has already
         return sites
     for path, module in named_modules(root):
-        if not isinstance(module, torch.nn.Linear):
+        if not isinstance(module, torch.nn.Linear) or not (_is_plain(module.weight) or is_sharded(module.weight)):
             continue
         most = rows_served(module.weight.dtype)
         if most == 0:
