@@ -21,45 +21,38 @@ void clear_unrouted(const Plan& p) {
 }  // namespace
 
 void forward(const Plan& p, const TensorView& out, Scratch& scratch) {
-  const BlockTasks routed(p.routed.offsets, p.routed.groups, p.routed.width(), scratch, true);
-  const BlockTasks shared(p.shared.offsets, p.shared.groups, p.has_shared ? p.shared.width() : 0, scratch, true);
-  const std::int64_t tasks = routed.count() + shared.count();
+  const BlockTasks routed(p.routed.offsets, p.routed.groups, p.routed.width(), scratch);
+  const BlockTasks shared(p.shared.offsets, p.shared.groups, p.has_shared ? p.shared.width() : 0, scratch);
+  const std::int64_t blocks = routed.count() + shared.count();
   const grouped_matmul::Kernels& products = grouped_matmul_kernels_for(active_isa());
   const auto activate = moe_experts_kernels_for(active_isa()).forward[p.type];
   clear_unrouted(p);
   narrow_x(p, p.routed, scratch);
-  parallel_for(tasks + gate_tasks(p), [&](std::int64_t i) {
-    if (i >= tasks) {
-      run_gate_task(p, i - tasks);
+  parallel_for(blocks + gate_tasks(p), [&](std::int64_t i) {
+    if (i >= blocks) {
+      run_gate_task(p, i - blocks);
       return;
     }
     const Set& s = i < routed.count() ? p.routed : p.shared;
     const BlockTasks::Task t = i < routed.count() ? routed[i] : shared[i - routed.count()];
     Scratch own;
+    const HiddenBlock h = hidden_place(s, t, own);
     float* room = own.floats(products.room_floats);
-    for (BlockTasks::Task block = t; block.column < t.column + t.columns; block.column += kBlockColumns) {
-      const std::int64_t rest = t.column + t.columns - block.column;
-      block.columns = std::min(kBlockColumns, rest);
-      const void* later = nullptr;
-      if (rest > kBlockColumns) {
-        later = s.gate.at(t.group, block.column + kBlockColumns, 0);
-      } else if (i + 1 < routed.count()) {
-        const BlockTasks::Task next = routed[i + 1];
-        later = p.routed.gate.at(next.group, next.column, 0);
-      }
-      Scratch local;
-      const HiddenBlock h = hidden_place(s, block, local);
-      hidden_block(p, s, block, h, room, block.column > t.column, later);
-      Activation v{};
-      v.gate = h.gate;
-      v.up = h.up;
-      v.rows = block.rows;
-      v.columns = block.columns;
-      v.pitch = h.pitch;
-      v.a = s.a + (block.row * s.width() + block.column) * p.bytes;
-      v.a_row = s.width();
-      activate(v);
+    const void* later = nullptr;
+    if (i + 1 < routed.count()) {
+      const BlockTasks::Task next = routed[i + 1];
+      later = p.routed.gate.at(next.group, next.column, 0);
     }
+    hidden_block(p, s, t, h, room, later);
+    Activation v{};
+    v.gate = h.gate;
+    v.up = h.up;
+    v.rows = t.rows;
+    v.columns = t.columns;
+    v.pitch = h.pitch;
+    v.a = s.a + (t.row * s.width() + t.column) * p.bytes;
+    v.a_row = s.width();
+    activate(v);
   });
   narrow_hidden(p, p.routed, scratch);
   collect(
