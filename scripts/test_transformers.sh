@@ -63,7 +63,8 @@ for cell in "$@"; do
   release=${cell%+*} path='' files=$models marks=''
   [ "$cell" != "$release+quick" ] || marks='not slow'
   if [ "$release" != newest ]; then
-    fetch "$release" "transformers==$release" || { status=1; continue; }
+    # Older releases import httpx, which the newest huggingface-hub that they accept no longer brings.
+    fetch "$release" "transformers==$release" httpx || { status=1; continue; }
     path=$PWD/$folder/$release
   fi
   if [ "$cell" = "$release+fla" ]; then
