@@ -22,7 +22,7 @@ def torch_is_slow(dtype):
 
 
 # bf16 on AVX-512 BF16: up to 16 rows the time is that of reading the weight, which torch does at a half of the rate
-# (1.05 to 1.4 times ours for one row, 1.5 to 2.5 times for 2 to 16). At 64 rows it is still 1.2 times ours, at 256
+# (1.05 to 1.4 times ours for one row, 1.5 to 2.7 times for 2 to 16). At 64 rows it is still 1.2 times ours, at 256
 # level, and beyond a little faster; with AMX it multiplies more than 16 rows faster than any vector can.
 FEW_ROWS, FEW_ROWS_AMX = 64, 16
 
