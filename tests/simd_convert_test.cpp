@@ -155,16 +155,20 @@ class SimdConvert : public SimdSuite {
       }
       alignas(64) float in[kBlock];
       alignas(64) float rounded[kBlock];
+      alignas(64) float by_pairs[kBlock];
       alignas(64) float reloaded[kBlock];
       alignas(64) std::uint16_t stored[kBlock];
       for (std::uint32_t i = 0; i < kBlock; ++i) {
         in[i] = std::bit_cast<float>(first + i * (kTask / kBlock) + i % (kTask / kBlock));
       }
       probe.round_to[format.index](in, rounded, kBlock);
+      probe.round_to2[format.index](in, by_pairs, kBlock);
       probe.store[format.index](stored, in, kBlock);
       probe.load[format.index](stored, reloaded, kBlock);
       for (std::uint32_t i = 0; i < kBlock; ++i) {
-        wrong += std::bit_cast<std::uint32_t>(rounded[i]) != std::bit_cast<std::uint32_t>(reloaded[i]);
+        const auto expected = std::bit_cast<std::uint32_t>(reloaded[i]);
+        wrong += std::bit_cast<std::uint32_t>(rounded[i]) != expected;
+        wrong += std::bit_cast<std::uint32_t>(by_pairs[i]) != expected;
       }
     });
     EXPECT_EQ(wrong, 0);

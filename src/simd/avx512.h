@@ -233,6 +233,19 @@ TIDEGATE_INLINE __m512i narrow2(F32x2 v) {
   return _mm512_permutexvar_epi16(_mm512_loadu_si512(kInterleaved),
                                   reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v.b.v, v.a.v)));
 }
+// round_to of both: one conversion, then the elements of each go back to the upper halves of its lanes.
+TIDEGATE_INLINE F32x2 round_to(F32x2 v, const bf16* like) {
+  if (__builtin_expect((denormals(v.a) | denormals(v.b)) != 0, 0)) {
+    return {round_to(v.a, like), round_to(v.b, like)};
+  }
+  static constexpr uint16_t kUpper[32] = {0, 0, 0, 1, 0, 2,  0, 3,  0, 4,  0, 5,  0, 6,  0, 7,
+                                          0, 8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13, 0, 14, 0, 15};
+  const __m512i a = _mm512_loadu_si512(kUpper);
+  const __m512i b = _mm512_or_si512(a, _mm512_set1_epi16(16));
+  const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v.b.v, v.a.v));
+  return {{_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, a, both))},
+          {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, b, both))}};
+}
 #else
 TIDEGATE_INLINE __m512i narrow2(F32x2 v) { return join_bf16(v); }
 #endif

@@ -238,14 +238,14 @@ TIDEGATE_EMULATED __m256i narrow_one(simde__m512 a) {
   memcpy(&half, &both, sizeof half);
   return half;
 }
-TIDEGATE_EMULATED simde__m512i permute_words(simde__m512i order, simde__m512i a) {
+TIDEGATE_EMULATED simde__m512i permute_words(uint32_t mask, simde__m512i order, simde__m512i a) {
   uint16_t from[32];
   uint16_t to[32];
   uint16_t index[32];
   memcpy(from, &a, sizeof from);
   memcpy(index, &order, sizeof index);
   for (int i = 0; i < 32; ++i) {
-    to[i] = from[index[i] & 31];
+    to[i] = (mask >> i & 1) != 0 ? from[index[i] & 31] : uint16_t{0};
   }
   simde__m512i result;
   memcpy(&result, to, sizeof result);
@@ -331,6 +331,7 @@ TIDEGATE_EMULATED simde__m512 integers_to_float(simde__m512i a) {
 #undef _mm512_mask_or_epi32
 #undef _mm512_mask_storeu_ps
 #undef _mm512_maskz_loadu_ps
+#undef _mm512_maskz_permutexvar_epi16
 #undef _mm512_permutexvar_epi16
 #undef _mm512_roundscale_ps
 #undef _mm512_scalef_ps
@@ -356,7 +357,8 @@ TIDEGATE_EMULATED simde__m512 integers_to_float(simde__m512i a) {
 #define _mm512_mask_or_epi32(src, k, a, b) tidegate::emulated::masked_or(src, k, a, b)
 #define _mm512_mask_storeu_ps(p, k, a) tidegate::emulated::store_floats(p, k, a)
 #define _mm512_maskz_loadu_ps(k, p) tidegate::emulated::load_floats(k, p)
-#define _mm512_permutexvar_epi16(order, a) tidegate::emulated::permute_words(order, a)
+#define _mm512_maskz_permutexvar_epi16(k, order, a) tidegate::emulated::permute_words(k, order, a)
+#define _mm512_permutexvar_epi16(order, a) tidegate::emulated::permute_words(~0u, order, a)
 #define _mm512_roundscale_ps(a, control) tidegate::emulated::round_to_integer<control>(a)
 #define _mm512_scalef_ps(a, b) tidegate::emulated::scale(a, b)
 #define _mm512_stream_ps(p, a) tidegate::emulated::stream_floats(p, a)

@@ -66,6 +66,12 @@ TIDEGATE_INLINE F32 times_rate(F32 rate, F32 value) {
   return select(equal(rate, set1(__builtin_inff())), infinite, rate * value);
 }
 
+TIDEGATE_INLINE F32x2 operator*(F32x2 x, F32x2 y) { return {x.a * y.a, x.b * y.b}; }
+template <class T>
+TIDEGATE_INLINE F32x2 round_to(F32x2 v, const T* like) {
+  return {round_to(v.a, like), round_to(v.b, like)};
+}
+
 // Which of 2 * kLanes neighbours in memory of type T stands at place i of an F32x2 that was loaded there.
 template <class T>
 static constexpr int pair_element(int i, const T*) {

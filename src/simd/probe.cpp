@@ -70,6 +70,14 @@ template <class T>
 void round_all(const float* a, float* out, int64_t n) {
   map(a, out, n, [](F32 x) { return round_to(x, static_cast<const T*>(nullptr)); });
 }
+template <class T>
+void round2_all(const float* a, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; i += 2 * kLanes) {
+    const F32x2 v = round_to(F32x2{load(a + i), load(a + i + kLanes)}, static_cast<const T*>(nullptr));
+    store(out + i, v.a);
+    store(out + i + kLanes, v.b);
+  }
+}
 
 void fma_all(const float* a, const float* b, const float* c, float* out, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
@@ -106,6 +114,7 @@ const SimdProbe simd_probe = {
     .sqrt = TIDEGATE_UNARY(sqrt(a)),
     .round = TIDEGATE_UNARY(round(a)),
     .round_to = {round_all<float>, round_all<bf16>, round_all<f16>},
+    .round_to2 = {round2_all<float>, round2_all<bf16>, round2_all<f16>},
     .add = TIDEGATE_BINARY(a + b),
     .subtract = TIDEGATE_BINARY(a - b),
     .multiply = TIDEGATE_BINARY(a * b),

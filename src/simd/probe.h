@@ -18,7 +18,7 @@ struct SimdProbe {
 
   Unary exp, sigmoid, silu, silu_slope, softplus, log1p_unit;
   Unary abs, sqrt, round;
-  Unary round_to[kDataTypes];
+  Unary round_to[kDataTypes], round_to2[kDataTypes];  // two vectors at a time: n is a multiple of 2 * lanes
   Binary add, subtract, multiply, divide, min, max, scale_by_power;
   Binary select_less, select_equal;  // a < b ? a : b and a == b ? a : b
   void (*fma)(const float* a, const float* b, const float* c, float* out, int64_t n);

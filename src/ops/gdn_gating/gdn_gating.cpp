@@ -68,11 +68,13 @@ Args make_args(const Problem& p, const TensorView& a, const TensorView& b, const
   args.width = a.size(-1);
   args.head_major = p.head_major;
   args.beta_scale = static_cast<float>(options.beta_scale);
+  args.finite_rates = true;
   float* rate = scratch.floats(p.heads);
   float* bias = scratch.floats(p.heads);
   std::memset(bias, 0, static_cast<std::size_t>(p.heads) * sizeof(float));
   for (std::int64_t h = 0; h < p.heads; ++h) {  // in double: one rounding, and exp(89) is still inf in fp32
     rate[h] = static_cast<float>(std::exp(read_element(A_log, h * A_log.strides[0])));
+    args.finite_rates &= !std::isinf(rate[h]);
   }
   if (dt_bias.defined()) {
     copy_parameter(dt_bias, bias);

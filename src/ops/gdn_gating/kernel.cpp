@@ -49,7 +49,8 @@ TIDEGATE_INLINE void fwd_vectors(const Args& a, const Head& head, const T* pa, c
   softplus_group(x);
   gate_group<false>(s, pbeta);
   for (int i = 0; i < N; ++i) {
-    lanes.put(pg + c + i * kLanes, zero() - times_rate(head.get(head.rate, c + i * kLanes, lanes), x[i]));
+    const F32 rate = head.get(head.rate, c + i * kLanes, lanes);
+    lanes.put(pg + c + i * kLanes, zero() - (a.finite_rates ? rate * x[i] : times_rate(rate, x[i])));
     lanes.put(pbeta + c + i * kLanes, set1(a.beta_scale) * s[i]);
   }
 }

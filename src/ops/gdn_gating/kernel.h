@@ -17,6 +17,7 @@ struct Args {
   const float* dt_bias;  // [HV], zeros if there is none
   int64_t width, heads;
   float beta_scale;
+  bool finite_rates;  // of all heads; false where nobody has looked
   bool head_major;
   bool stream;  // g and beta are larger than the caches and aligned: write past them
 };

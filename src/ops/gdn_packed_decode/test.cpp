@@ -1,6 +1,8 @@
 // gdn_packed_decode: the bits of the separate operators, whatever the projection, the types and the batch.
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "base/arena.h"
 #include "ops/gdn_packed_decode/problem.h"
 #include "ops/gdn_packed_decode/test_case.h"
@@ -42,6 +44,23 @@ TEST(GdnPackedDecode, HasTheBitsOfTheSeparateOperators) {
           }
         }
       }
+    }
+  });
+}
+
+// exp(A_log) overflows for some heads, and their gates are closed: g is 0 there, not inf * 0.
+TEST(GdnPackedDecode, InfiniteRates) {
+  for_each_isa([] {
+    Random random;
+    Layer l = make_layer(random, {.lengths = {1, 1}, .dtype = DType::kF32});
+    const Indices slots = {3, 1};
+    l.options.state_indices = slots;
+    l.A_log.fill([](std::int64_t h) { return h % 2 == 0 ? 100.0 : 0.5; });
+    l.a.fill([](std::int64_t i) { return i % 4 == 0 ? -1e4 : 0.3; });
+    expect_same_step(l, SeqLens::from_lengths(l.c.lengths));
+    const Tensor y = decode(l, SeqLens::from_lengths(l.c.lengths));
+    for (std::int64_t i = 0; i < y.view().numel(); ++i) {
+      ASSERT_TRUE(std::isfinite(y.get(i))) << i;
     }
   });
 }

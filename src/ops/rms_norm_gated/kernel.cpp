@@ -10,10 +10,10 @@ namespace {
 using rms_norm_gated::Args;
 using rms_norm_gated::kSumRows;
 
-// weight * (x rstd), rounded as the mode says.
-template <bool kHf, class T>
-TIDEGATE_INLINE F32 weighted(const Args& a, F32 x, F32 rstd, F32 weight, const T* type) {
-  F32 n = x * rstd;
+// weight * (x rstd), rounded as the mode says. V: F32 or F32x2.
+template <bool kHf, class V, class T>
+TIDEGATE_INLINE V weighted(const Args& a, V x, V rstd, V weight, const T* type) {
+  V n = x * rstd;
   if (kHf) {
     n = round_to(n, type);
   }
@@ -43,9 +43,9 @@ TIDEGATE_INLINE void fwd_group(const Args& a, const T* x, const T* z, T* y, F32 
   gate_group<!kSigmoid>(gate, static_cast<const typename Gate<kHf, T>::Type*>(nullptr));
   for (int i = 0; i < kPairs; ++i) {
     const int64_t at = c + i * 2 * kLanes;
-    const F32x2 v = load2(x + at);
-    const F32x2 out = {weighted<kHf>(a, v.a, rstd, load(a.weight + at), x) * gate[2 * i],
-                       weighted<kHf>(a, v.b, rstd, load(a.weight + at + kLanes), x) * gate[2 * i + 1]};
+    const F32x2 weight = {load(a.weight + at), load(a.weight + at + kLanes)};
+    const F32x2 out =
+        weighted<kHf>(a, load2(x + at), F32x2{rstd, rstd}, weight, x) * F32x2{gate[2 * i], gate[2 * i + 1]};
     a.stream ? stream2(y + at, out) : store2(y + at, out);
   }
 }
