@@ -120,6 +120,32 @@ TIDEGATE_INLINE I32 add_groups(I32 acc, I32 a, I32 b) {
   return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(a.v, b.v))};
 #endif
 }
+#if TIDEGATE_ISA_ID == 4
+// Quads, as in avx512.h: a quarter of a vector for each of four rows, sixteen bytes of it.
+TIDEGATE_INLINE void store_shifted_quad(uint8_t* to, const int8_t* a, const int8_t* b, const int8_t* c,
+                                        const int8_t* d) {
+  const auto pair = [](const int8_t* low, const int8_t* high) {
+    const __m256i first = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(low)));
+    const __m256i both = _mm256_inserti128_si256(first, _mm_loadu_si128(reinterpret_cast<const __m128i*>(high)), 1);
+    return _mm256_xor_si256(both, _mm256_set1_epi8(-128));  // as bytes without sign: 128 more
+  };
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), pair(a, b));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to) + 1, pair(c, d));
+}
+TIDEGATE_INLINE I32 set1_quad(const int8_t* p) {
+  return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+// Lane 4 c + i: the sum of quarter c of the i-th vector.
+TIDEGATE_INLINE I32 sum_quads(I32 a0, I32 a1, I32 a2, I32 a3) {
+  const __m512i low = _mm512_add_epi32(_mm512_unpacklo_epi32(a0.v, a1.v), _mm512_unpackhi_epi32(a0.v, a1.v));
+  const __m512i high = _mm512_add_epi32(_mm512_unpacklo_epi32(a2.v, a3.v), _mm512_unpackhi_epi32(a2.v, a3.v));
+  return {_mm512_add_epi32(_mm512_unpacklo_epi64(low, high), _mm512_unpackhi_epi64(low, high))};
+}
+// The quarters of a vector to four rows, `pitch` apart.
+TIDEGATE_INLINE void store_quarters(int32_t* to, int64_t pitch, I32 a) {
+  store_quarters(reinterpret_cast<float*>(to), pitch, F32{_mm512_castsi512_ps(a.v)});
+}
+#endif
 #endif
 
 }  // namespace tidegate::TIDEGATE_ISA

@@ -18,7 +18,8 @@ struct Block {
   int64_t columns;
   float* out;  // out[r * pitch + c]
   int64_t pitch;
-  char* room;  // room_bytes() of scratch
+  char* room;             // room_bytes() of scratch
+  const uint8_t* packed;  // what pack() made of the rows; absent: the kernel packs them itself
 };
 
 // out = silu(gate) * up (* smooth): gate is the block's weight, the up columns follow `up_first` columns later.
@@ -30,6 +31,10 @@ struct SwigluBlock {
 
 struct Kernels {
   int64_t (*room_bytes)(int64_t rows, int64_t width) noexcept;
+  // For rows that meet several blocks of columns of weights whose inner stride is 1. packed_bytes is 0 where such a
+  // product reads rows as they are.
+  int64_t (*packed_bytes)(int64_t rows, int64_t width) noexcept;
+  void (*pack)(const int8_t* const* rows, int64_t row_count, int64_t width, uint8_t* to) noexcept;
   void (*product)(const Block&) noexcept;
   void (*swiglu)(const SwigluBlock&) noexcept;
 };

@@ -95,6 +95,16 @@ TEST(GroupedMatmulQuant, EveryRest) {
   });
 }
 
+// Rows are taken in fours, with one row of zeros behind them, and in tiles of up to twelve.
+TEST(GroupedMatmulQuant, EveryNumberOfRows) {
+  for_each_isa([] {
+    for (const std::int64_t rows : {1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 63, 64, 127, 128, 129}) {
+      const Case c = make_case({rows, 0, 5}, 70, 52);
+      expect_equal(product(c), expected_product(c));
+    }
+  });
+}
+
 TEST(GroupedMatmulQuant, LargestSums) {
   for_each_isa([] {
     Case c = make_case({2}, 3000, 3);

@@ -109,6 +109,19 @@ void moe_experts_quant(const MoeExpertsQuantInputs& in, const TensorView& out, c
     }
   });
 
+  // The hidden rows of a block meet every block of down's columns: they are packed once, where that is of use.
+  const Weights down = weights_of(in.down, in.down_scale, options.weight_axes);
+  auto* packed_begin =
+      static_cast<std::int64_t*>(scratch.bytes(static_cast<std::size_t>(blocks.count() + 1) * sizeof(std::int64_t)));
+  packed_begin[0] = 0;
+  for (std::int64_t i = 0; i < blocks.count(); ++i) {
+    packed_begin[i + 1] = packed_begin[i] + (down.inner == 1 ? kernels.packed_bytes(blocks[i].count, s.I) : 0);
+  }
+  auto* packed = static_cast<std::uint8_t*>(scratch.bytes(static_cast<std::size_t>(packed_begin[blocks.count()] + 1)));
+  const auto packed_block = [&](std::int64_t i) -> std::uint8_t* {
+    return packed_begin[i + 1] > packed_begin[i] ? packed + packed_begin[i] : nullptr;
+  };
+
   const Weights gate_up = weights_of(in.gate_up, in.gate_up_scale, options.weight_axes);
   parallel_for(blocks.count(), [&](std::int64_t task) {
     const RowBlocks::Rows rows = blocks[task];
@@ -123,9 +136,15 @@ void moe_experts_quant(const MoeExpertsQuantInputs& in, const TensorView& out, c
       inner.scales[rows.first + j] =
           quantize_row[data_type_index(DType::kF32)](b.gate.out + j * s.I, s.I, inner.row(rows.first + j));
     }
+    if (std::uint8_t* to = packed_block(task); to != nullptr) {
+      const std::int8_t* list[quant_products::kBlockRows];
+      for (std::int64_t j = 0; j < rows.count; ++j) {
+        list[j] = inner.row(rows.first + j);
+      }
+      kernels.pack(list, rows.count, s.I, to);
+    }
   });
 
-  const Weights down = weights_of(in.down, in.down_scale, options.weight_axes);
   const auto combine = moe_experts_kernels_for(active_isa()).combine[data_type_index(out.dtype)];
   parallel_for((s.H + kColumns - 1) / kColumns, [&](std::int64_t task) {
     const std::int64_t first = task * kColumns;
@@ -137,6 +156,7 @@ void moe_experts_quant(const MoeExpertsQuantInputs& in, const TensorView& out, c
       Scratch own;
       Block b = block_of(down, rows.group, first, columns);
       set_rows(b, inner, rows.count, kernels, own, [&](std::int64_t j) { return rows.first + j; });
+      b.packed = packed_block(i);
       b.pitch = kColumns;
       b.out = y + rows.first * kColumns;
       kernels.product(b);
