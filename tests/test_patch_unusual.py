@@ -247,3 +247,12 @@ def test_meta_then_real():
     other.load_state_dict(source.state_dict(), assign=True)
     assert tiny.relative(tiny.logits(other, ids), expected) < T32
     assert other.double()(ids).logits.dtype == torch.float64
+
+
+def test_modules_without_sizes_yet():
+    """A lazy layer beside the model has a weight without a shape."""
+    model = small()
+    model.extra = nn.LazyLinear(4)
+    handle = tidegate.patch(model)
+    assert handle.installed and not any(site.path.startswith("extra") for site in handle.installed)
+    handle.undo()

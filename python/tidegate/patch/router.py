@@ -55,7 +55,7 @@ def forward(self, hidden_states):
 def is_router(module):
     """A matrix [experts, channels], top_k, and a forward of hidden states alone."""
     weight, count = getattr(module, "weight", None), getattr(module, "num_experts", None)
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not isinstance(getattr(module, "top_k", None), int):
+    if not isinstance(getattr(module, "top_k", None), int) or not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return False
     return weight.shape[0] == count and argument_names(type(module).forward) <= {
         "self",
