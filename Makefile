@@ -70,8 +70,8 @@ bench-ep: install  ## expert parallelism beside MPI_Alltoallv and Transformers' 
 bench-peers: | system  ## the same with every pip-installable peer, in an environment of its own
 	@./bench/peers.sh $(PEERS)
 
-test-matrix: | system  ## one build in torch 2.10, 2.12 and the newest; models in releases of Transformers, with and without FLA
-	@./scripts/test_matrix.sh $(PYTHON) 2.10.0 2.12.1 newest
+test-matrix: core | system  ## one build in torch 2.10, 2.12 and the newest; models in releases of Transformers, with and without FLA
+	@./scripts/test_matrix.sh $(PYTHON) $(BUILD)/libtidegate.a 2.10.0 2.12.1 newest
 	@.venv-torch-newest/bin/python -m pip install --quiet $(MODELS)
 	@./scripts/test_transformers.sh .venv-torch-newest/bin/python $(foreach r,$(RELEASES),$(r) $(r)+fla)
 

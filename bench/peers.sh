@@ -36,7 +36,7 @@ fi
 limits=$venv/limits/bench/tidegate_limits
 if command -v cmake >/dev/null; then
   if ! { cmake -S "$repo" -B "$venv/limits" -DTIDEGATE_TESTS=OFF -DTIDEGATE_BENCH=ON &&
-    cmake --build "$venv/limits" --target tidegate_limits --parallel; } >"$venv/limits.log" 2>&1; then
+    cmake --build "$venv/limits" --target tidegate_limits --parallel "$(nproc)"; } >"$venv/limits.log" 2>&1; then
     echo "tidegate_limits: not built, see $venv/limits.log" >&2
   fi
 fi

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# One wheel, built against the oldest torch, tested in every torch named. usage: test_matrix.sh <python> <oldest> <version|newest>...
+# One wheel, built against the oldest torch, tested in every torch named.
+# usage: test_matrix.sh <python> <libtidegate.a> <oldest> <version|newest>...
 set -euo pipefail
-python=$1
-shift
+python=$1 core=$(realpath "$2")
+shift 2
 oldest=$1
 dist=$(mktemp -d)
 trap 'rm -rf "$dist"' EXIT
@@ -13,7 +14,7 @@ for version in "$@"; do
   [ "$version" = newest ] && torch=torch
   [ -e "$venv/.ready" ] || ./scripts/venv.sh "$venv" "$python" "$torch"
   if [ "$version" = "$oldest" ]; then
-    "$venv/bin/python" -m pip wheel --quiet --no-deps -w "$dist" .
+    "$venv/bin/python" -m pip wheel --quiet --no-deps -w "$dist" -C build-dir="$dist/build" -C "cmake.define.TIDEGATE_CORE=$core" .
   fi
   "$venv/bin/python" -m pip install --quiet --no-deps --force-reinstall "$dist"/*.whl
   echo "== torch $("$venv/bin/python" -c 'import torch; print(torch.__version__)'), wheel built against $oldest"
