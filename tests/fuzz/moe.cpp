@@ -123,15 +123,20 @@ Problem experts(const Line& line) {
     };
     return p;
   }
+  // Additions of 0.75 and 1.5 times the size of the weights make gate and up 1.25 times as large each, and y 1.8 times.
+  const double grown = rank > 0 ? 1.25 * 1.25 * 1.8 : 1.0;
   for (const std::size_t i : {0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}) {  // all inputs but ids
     const double rounding = std::max(test::stored(dtype, 0.0), test::stored(weight_type, 0.0));
     // The gradients of routing weights are sums over H of products of about 1, those of low-rank factors products with
-    // a few such sums: they may be small rests of them.
-    p.out.push_back({"d" + p.in[i].name, test::like(p.in[i].tensor), Span::kWhole, 0, inside,
-                     i == 2   ? 1.0 / root(H)
-                     : i == 8 ? 0.25 / root(H)
-                     : i > 8  ? kTerm
-                              : 0.0,
+    // such sums: they may be small rests of them. That of an `a` hangs on b^T dh, one sum over the 2 I (or H) rows of
+    // b, whose numbers are of the size root(rank).
+    const double size = i == 2    ? grown / root(H)
+                        : i == 8  ? 0.25 / root(H)
+                        : i == 9  ? kTerm * grown * root(std::max<std::int64_t>(rank, 1)) / root(2 * I)
+                        : i == 11 ? kTerm * grown * root(std::max<std::int64_t>(rank, 1)) / root(H)
+                        : i > 8   ? kTerm
+                                  : 0.0;
+    p.out.push_back({"d" + p.in[i].name, test::like(p.in[i].tensor), Span::kWhole, 0, inside, size,
                      dtype == DType::kF32 ? std::max(2e-6, rounding) : 1.75 * rounding});
   }
   const bool keep = line.flag("keep");
