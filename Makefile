@@ -87,7 +87,8 @@ asan: | system  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitiz
 tsan: | system  ## C++ tests under ThreadSanitizer
 	@./scripts/sanitize.sh $(BUILD)-tsan thread $(JOBS)
 
-coverage: | system  ## lines and branches of the C++ core that its tests run (needs clang)
+coverage: | system  ## lines and branches of the C++ core that its tests run
+	@./scripts/system_packages.sh clang-16 llvm-16
 	@./scripts/coverage.sh $(BUILD) $(BUILD)-coverage $(JOBS)
 
 lint: $(VENV)/.ready  ## clang-format, clang-tidy, ruff

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Lines and branches of the C++ core that its tests run. usage: coverage.sh <build folder> <folder for coverage> <jobs>
-# Needs clang with llvm-profdata and llvm-cov. The core is compiled once more, with counters, and linked before the
+# Needs clang 16 or later with llvm-profdata and llvm-cov. The core is compiled once more, with counters, and linked before the
 # library of an ordinary build: tests and the kernels of other instruction sets are taken from there as they are.
 set -euo pipefail
 build=$1 out=$2 jobs=$3
 version=$(ls /usr/bin/clang++-* 2>/dev/null | sed -nE 's/.*clang\+\+-([0-9]+)$/\1/p' | sort -n | tail -n 1)
 suffix=${version:+-$version}
 for tool in clang++ llvm-profdata llvm-cov; do
-  command -v "$tool$suffix" >/dev/null || { echo "missing $tool$suffix; run:  sudo apt-get install clang llvm" >&2; exit 3; }
+  command -v "$tool$suffix" >/dev/null && [ "${version:-0}" -ge 16 ] ||
+    { echo "missing $tool 16 or later; run:  sudo apt-get install clang-16 llvm-16" >&2; exit 3; }
 done
 programs="tidegate_tests tidegate_fuzz tidegate_allocation_test"
 cmake -S . -B "$build" -G Ninja -DTIDEGATE_BENCH=OFF >/dev/null
