@@ -59,6 +59,13 @@ def model():
     return patched("qwen3_5")[0]
 
 
+@pytest.mark.parametrize("name", ["cu_seqlens", "cu_seq_lens"])
+def test_names_of_other_functions_are_not_dropped(model, name):
+    ids, _ = batch_of((24, 40))
+    with pytest.raises(PackedInputError, match=f"{name}: a model takes boundaries as cu_seq_lens_q"):
+        model(ids, **{name: torch.tensor([0, 24, 64])})
+
+
 def test_sources_give_the_same_bits(model):
     """Each source alone and all combinations."""
     ids, batch = batch_of((24, 0, 40))

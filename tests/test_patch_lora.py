@@ -135,7 +135,9 @@ def test_patched_before_peft_wraps_it():
                 torch.nn.init.normal_(parameter, std=0.2)
     changed = tiny_models.logits(model, ids)
     assert error(changed, before) > 1e-2
-    tidegate.patch(model, ops=("experts",), replace=True)
+    handle = tidegate.patch(model, ops=("experts",), replace=True)  # equal settings, but the model is another now
+    layers = sum(type(module).__name__ == "Qwen3_5MoeSparseMoeBlock" for module in model.modules())
+    assert len(handle.report().only(op="experts", status="installed", mechanism="I:lora")) == layers > 0
     tidegate.unpatch(model)
     assert error(tiny_models.logits(model, ids), changed) < 1e-5
 

@@ -13,7 +13,7 @@ import tiny_models as tiny  # noqa: E402
 from test_patch_models import T32, stock  # noqa: E402
 
 import tidegate  # noqa: E402
-from tidegate.errors import PatchConflictError  # noqa: E402
+from tidegate.errors import PackedInputError, PatchConflictError  # noqa: E402
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
@@ -35,6 +35,16 @@ def test_models_before_and_after(family, monkeypatch):
     after = stock(family)
     tiny.logits(after, ids)
     assert calls == [] and not handle.installed
+
+
+def test_a_pack_that_would_fill_a_cache_is_refused():
+    """Full attention of a model that only has our functions does not keep samples apart once there is a cache."""
+    with tidegate.patch():
+        model = tiny.build("qwen3_5")
+        batch = tidegate.pack([{"input_ids": tiny.tokens(1, n)[0].tolist()} for n in (9, 14)])
+        with torch.no_grad(), pytest.raises((PackedInputError, ValueError), match="cache|cu_seq"):
+            model(**batch)
+        model(input_ids=batch["input_ids"])  # one sequence may fill it
 
 
 def test_the_scope_of_a_model_is_its_family():

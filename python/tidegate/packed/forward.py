@@ -11,6 +11,11 @@ from tidegate.packed.sources import boundaries, unpacked_positions
 
 METADATA = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 LENGTHS = ("max_length_q", "max_length_k")
+MISTAKEN = (
+    "cu_seqlens",
+    "cu_seq_lens",
+    "cu_seqlens_q",
+)  # names of other functions, which a model would drop in silence
 
 
 def _tensor(name, value):
@@ -47,6 +52,9 @@ def prepare(padding_free, why_not, arguments, batch, tokens):
     `why_not()` says why this model cannot be packed (empty: it can).
     """
     arguments = dict(arguments)
+    for name in MISTAKEN:
+        if arguments.get(name) is not None:
+            raise PackedInputError(f"{name}: a model takes boundaries as cu_seq_lens_q (and cu_seq_lens_k)")
     padding_free = arguments.pop("padding_free", padding_free)
     given = {name: _tensor(name, arguments.pop(name, None)) for name in METADATA}
     lengths = {name: arguments.pop(name, None) for name in LENGTHS}

@@ -198,7 +198,7 @@ def patch(
             f"the model is already patched with other settings ({'; '.join(changes)}): undo() the first patch or pass "
             "replace=True"
         )
-    if handle is not None and not changes and _covers(handle, root):
+    if handle is not None and not changes and not replace and _covers(handle, root):
         handle.repair()
         return handle
     if not options.enabled:

@@ -8,11 +8,18 @@ import torch
 from tidegate._native import ops
 from tidegate.causal_conv1d import causal_conv1d_update as _update
 from tidegate.delta_rule import chunk_gated_delta_rule as _chunk
+from tidegate.errors import PackedInputError
 from tidegate.recurrent import fused_recurrent_gated_delta_rule as _recurrent
 
 
-def boundaries(cu_seqlens, seq_idx, tokens):
-    """The boundaries of a packed batch from what reaches a layer, or None."""
+def boundaries(cu_seqlens, seq_idx, tokens, fills_cache=False):
+    """The boundaries of a packed batch from what reaches a layer, or None.
+
+    With a cache the model's full attention does not keep the samples of a pack apart, so that is refused here.
+    """
+    packed = seq_idx is not None if cu_seqlens is None else cu_seqlens.numel() > 2
+    if packed and fills_cache:
+        raise PackedInputError("packed input cannot fill a cache; call with use_cache=False")
     if cu_seqlens is None and seq_idx is not None:
         return ops.seqlens(None, seq_idx.reshape(-1), None, tokens=tokens)
     return cu_seqlens
@@ -62,7 +69,7 @@ def chunk_gated_delta_rule(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=boundaries(cu_seqlens, seq_idx, query.shape[1]),
+        cu_seqlens=boundaries(cu_seqlens, seq_idx, query.shape[1], output_final_state),
     )
 
 
@@ -88,7 +95,7 @@ def recurrent_gated_delta_rule(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=boundaries(cu_seqlens, seq_idx, query.shape[1]),
+        cu_seqlens=boundaries(cu_seqlens, seq_idx, query.shape[1], output_final_state),
     )
 
 
