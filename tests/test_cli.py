@@ -157,6 +157,38 @@ def test_train_refuses_bad_data(run, folder, tmp_path):
     assert code == 2 and f"{data}:2: KeyError" in err and '{"text": "..."}' in err
     code, _, err = run(*arguments, "--packed", "--unpatched")
     assert code == 2 and "see each other" in err
+    for line, text in {
+        '{"text": 5}': "text: expected a string",
+        '{"input_ids": [1, 2, 3], "labels": [1, 2]}': "labels: expected 3 numbers",
+        '{"input_ids": [1, 2.5]}': "input_ids: expected a list of integers",
+        '{"input_ids": [1, 2], "labels": [1, -100]}': "no sample with a label",
+        '{"input_ids": [1, 999999]}': "token id 999999: expected 0 to",
+    }.items():
+        data.write_text(line + "\n")
+        code, _, err = run(*arguments)
+        assert code == 2 and text in err, (line, err)
+    data.write_bytes(b'{"text": "caf\xe9"}\n')
+    code, _, err = run(*arguments)
+    assert code == 2 and "not UTF-8" in err
+
+
+def test_train_reads_what_json_allows(tmp_path):
+    from tidegate.cli.train import read_lines
+
+    data = tmp_path / "data.jsonl"
+    data.write_text('\ufeff{"text": "a\u2028b\u0085c"}\n', encoding="utf-8")
+    assert [json.loads(line) for line in read_lines(data) if line] == [{"text": "a\u2028b\u0085c"}]
+
+
+def test_train_finds_out_early_where_it_cannot_write(run, folder, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "the tide turns"}\n')
+    for output in (data / "sub", "/proc/tidegate"):
+        code, _, err = run("train", folder, "--bytes", "--data", data, "--output", output)
+        assert code == 3 and "--output" in err, err
+    with pytest.raises(SystemExit) as stop:
+        run("train", folder, "--data", data, "--threads", "0")
+    assert stop.value.code == 2
 
 
 def test_batches_hold_what_they_may():

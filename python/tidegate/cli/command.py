@@ -45,3 +45,25 @@ def positive(text):
 
 
 positive.__name__ = "number from 1 on"  # argparse: "invalid number from 1 on value: '0'"
+
+
+def threads(text):
+    """An argparse type: threads of a pool. Far more than a machine has end the process inside torch."""
+    value = int(text)
+    if not 1 <= value <= 4096:
+        raise ValueError
+    return value
+
+
+threads.__name__ = "number from 1 to 4096"
+
+
+def rate(text):
+    """An argparse type: a positive, finite number."""
+    value = float(text)
+    if not 0.0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
+rate.__name__ = "positive number"

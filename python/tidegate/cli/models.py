@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tidegate.cli import memory
-from tidegate.cli.command import Failure, require
+from tidegate.cli.command import Failure, require, threads
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -16,7 +16,7 @@ def add_arguments(parser, families=False):
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="of the weights (default auto: as they are stored)"
     )
-    parser.add_argument("--threads", type=int, help="threads (default: torch's)")
+    parser.add_argument("--threads", type=threads, help="threads (default: torch's)")
     parser.add_argument("--ignore-memory", action="store_true", help="start although the estimate says it will not fit")
 
 

@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -36,28 +38,70 @@ def add_arguments(parser):
         "--length", type=command.positive, default=2048, help="tokens a sample is cut at (default 2048)"
     )
     parser.add_argument("--batch-tokens", type=command.positive, default=4096, help="most tokens a step (default 4096)")
-    parser.add_argument("--lr", type=float, help="learning rate (default 1e-4 with --lora, else 1e-5)")
+    parser.add_argument("--lr", type=command.rate, help="learning rate (default 1e-4 with --lora, else 1e-5)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of samples (default 0)")
     parser.add_argument("--bytes", action="store_true", help="tokens are bytes, there is no tokenizer")
     parser.add_argument("--unpatched", action="store_true", help="Transformers alone, to compare (not with --packed)")
+
+
+def read_lines(path: Path):
+    """The lines of a UTF-8 file. Only \\n ends one: JSON allows other separators of Unicode inside a string."""
+    try:
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise command.Failure(f"{path}: not UTF-8: {error}", "convert it:  iconv -f latin1 -t utf-8") from None
+
+
+def integers(value, name):
+    """A list of integers, or a TypeError."""
+    if not isinstance(value, list) or not all(type(number) is int for number in value):
+        raise TypeError(f"{name}: expected a list of integers")
+    return value
+
+
+def check_vocabulary(samples, size: int, path: Path):
+    """Ids that the model has no row for are an error before the first step."""
+    wrong = [i for sample in samples for i in sample["input_ids"] if not 0 <= i < size]
+    wrong += [i for sample in samples for i in sample["labels"] if i != -100 and not 0 <= i < size]
+    if wrong:
+        raise command.Failure(
+            f"{path}: token id {wrong[0]}: expected 0 to {size - 1}", "use the tokenizer of this model"
+        )
+
+
+def make_folder(path: Path):
+    """The folder for the result, made and written to before hours are spent on what goes there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"0" * 4096)
+    except OSError as error:
+        raise command.Failure(
+            f"--output {path}: {error.strerror}", "name a folder that can be written", command.MISSING
+        ) from None
 
 
 def read_samples(path: Path, tokens, length: int):
     """One {"input_ids", "labels"} a line; a wrong line fails with its number."""
     if not path.is_file():
         raise command.Failure(f"{path}: no such file", 'write one JSON object a line, for instance {"text": "..."}')
-    samples = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    samples, unlabelled = [], 0
+    for number, line in enumerate(read_lines(path), 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
             labels = None
             if "input_ids" in entry:
-                ids, labels = list(entry["input_ids"]), entry.get("labels")
+                ids, labels = integers(entry["input_ids"], "input_ids"), entry.get("labels")
+                labels = None if labels is None else integers(labels, "labels")
+                if labels is not None and len(labels) != len(ids):
+                    raise TypeError(f"labels: expected {len(ids)} numbers (as input_ids), got {len(labels)}")
             elif "messages" in entry:
                 ids = tokens.encode_chat(entry["messages"])
             else:
+                if not isinstance(entry["text"], str):
+                    raise TypeError("text: expected a string")
                 ids = tokens.encode(entry["text"])
                 ids += [tokens.end] if tokens.end is not None else []
         except (json.JSONDecodeError, KeyError, TypeError) as error:
@@ -66,10 +110,17 @@ def read_samples(path: Path, tokens, length: int):
                 'a line is {"text": "..."}, {"messages": [...]} or {"input_ids": [...]}',
             ) from None
         sample = {"input_ids": ids[:length], "labels": list(labels if labels is not None else ids)[:length]}
-        if len(ids) > 1:
+        if any(label != -100 for label in sample["labels"][1:]):  # nothing predicts the first
             samples.append(sample)
+        else:
+            unlabelled += 1
+    if unlabelled:
+        print(f"{unlabelled} samples left out: no token after the first has a label", file=sys.stderr)
     if not samples:
-        raise command.Failure(f"{path} has no samples of two tokens or more", "write one JSON object a line")
+        raise command.Failure(
+            f"{path} has no sample with a label after its first token",
+            "write samples of two tokens or more, or raise --length",
+        )
     return samples
 
 
@@ -129,6 +180,10 @@ def steps(model, samples, *, packed, batch_tokens, lr, epochs=1, most=None, seed
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, number / warm)
         loss = model(**(tidegate.pack(batch) if packed else pad(batch)), use_cache=False).loss
+        if not math.isfinite(loss.item()):
+            raise command.Failure(
+                f"the loss became {loss.item()}", "use a smaller --lr, or --dtype float32", command.WRONG
+            )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -147,7 +202,9 @@ def run(options):
         raise command.Failure(f"--output {output} is there and not empty", "name another folder")
     tokens = models.Tokens(models.folder_of(options.model), options.bytes)
     samples = read_samples(options.data, tokens, options.length)
+    make_folder(output)
     model = models.load(options.model, options.dtype, options.ignore_memory, 0.0 if options.lora else 1.0)
+    check_vocabulary(samples, model.get_input_embeddings().num_embeddings, options.data)
     import torch
 
     import tidegate
@@ -167,10 +224,6 @@ def run(options):
             losses.append(loss)
             bar.set_postfix_str(f"loss {loss:.3f}, {seen / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
             bar.update()
-            if not math.isfinite(loss):
-                raise command.Failure(
-                    f"the loss became {loss}", "use a smaller --lr, or --dtype float32", command.WRONG
-                )
     if handle is not None:
         handle.undo()  # what is saved is a model of Transformers
     trained.save_pretrained(output)
