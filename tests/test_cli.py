@@ -132,6 +132,19 @@ def test_generate_says_what_the_model_says(run, folder):
     assert code == 2 and "at least one token" in err
 
 
+def test_options_of_the_environment_and_a_reader_that_leaves(run, folder, monkeypatch):
+    with monkeypatch.context() as changed:
+        changed.setenv("TIDEGATE_GDN", "maybe")
+        code, _, err = run("report", folder)
+        assert code == 2 and "TIDEGATE_GDN" in err and "Traceback" not in err
+    call = f"tidegate.cli.main(['generate', {str(folder)!r}, '--bytes', '--prompt', 'tide', '--tokens', '3'])"
+    program = f"import sys, tidegate.cli; sys.exit({call})"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        err = process.stderr.read().decode()
+        assert process.wait() == 0 and "Traceback" not in err and "BrokenPipe" not in err, err
+
+
 @pytest.mark.parametrize("how", [("--packed",), (), ("--packed", "--lora")])
 def test_train(run, folder, tmp_path, how):
     if "--lora" in how:

@@ -5,10 +5,12 @@ Nothing heavy is imported before a subcommand runs, so that --help and wrong cal
 """
 
 import argparse
+import os
 import sys
 
 from tidegate.cli import bench, check, fuzz, generate, report, train
-from tidegate.cli.command import EXIT_CODES, INTERRUPTED, Failure
+from tidegate.cli.command import EXIT_CODES, INTERRUPTED, MISSING, USAGE, Failure
+from tidegate.errors import OptionError, PackedInputError
 
 COMMANDS = (report, check, bench, generate, train, fuzz)
 
@@ -56,5 +58,14 @@ def main(arguments=None):
         print(f"tidegate: {failure}", file=sys.stderr)
         return failure.code
     except KeyboardInterrupt:
-        print("tidegate: interrupted", file=sys.stderr)
+        print("tidegate: interrupted; a result that was not there yet is not saved", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (OptionError, PackedInputError) as error:
+        print(f"tidegate: {error}", file=sys.stderr)
+        return USAGE
+    except OSError as error:
+        print(f"tidegate: {error}", file=sys.stderr)
+        return MISSING

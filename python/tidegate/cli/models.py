@@ -1,6 +1,7 @@
 """From what a user names, a folder or a family, to a model."""
 
 import json
+import sys
 from pathlib import Path
 
 from tidegate.cli import memory
@@ -89,7 +90,8 @@ def load(name: str, dtype: str, ignore_memory: bool, trainable_share: float = 0.
     if bytes_needed is None:
         raise Failure(f"{folder} holds no *.safetensors files", "save the model with model.save_pretrained(folder)")
     what = "weights, gradients and optimizer" if trainable_share else "weights"
-    print(f"{folder}: {config.model_type}, {dtype_name(config, dtype)}, about {memory.gib(bytes_needed)} for {what}")
+    facts = f"{folder}: {config.model_type}, {dtype_name(config, dtype)}, about {memory.gib(bytes_needed)} for {what}"
+    print(facts, file=sys.stderr)  # standard output is for the result
     if not ignore_memory:
         memory.ensure(bytes_needed, str(folder), "use --dtype bfloat16 or a smaller model")
     import transformers
