@@ -118,6 +118,7 @@ def test_memory_counts_parameters(folder):
     assert memory.count_parameters(folder) == count
     assert memory.estimate(count, "bfloat16") - memory.SLACK == 2 * count
     assert memory.estimate(count, "float32", count) - memory.SLACK == 16 * count
+    assert memory.logits(4096, 248320) == 3 * 4 * 4096 * 248320
 
 
 def test_generate_says_what_the_model_says(run, folder):

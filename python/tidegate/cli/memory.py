@@ -44,6 +44,11 @@ def estimate(parameters: int, dtype: str, trainable: int = 0) -> float:
     return (parameters + 3 * trainable) * DTYPE_BYTES[dtype] + SLACK
 
 
+def logits(tokens: int, vocabulary: int) -> float:
+    """Bytes of a training step's logits: in fp32, as probabilities, and their gradient."""
+    return 3 * 4.0 * tokens * vocabulary
+
+
 def gib(number: float) -> str:
     return f"{number / 2**30:.1f} GiB"
 

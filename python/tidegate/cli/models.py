@@ -82,18 +82,23 @@ def needed(folder: Path, config, dtype: str, trainable_share: float = 0.0) -> fl
     return memory.estimate(count, dtype_name(config, dtype), int(count * trainable_share))
 
 
-def load(name: str, dtype: str, ignore_memory: bool, trainable_share: float = 0.0):
-    """The model of a folder, its estimate printed and checked first."""
+def load(name: str, dtype: str, ignore_memory: bool, trainable_share: float = 0.0, step_tokens: int = 0):
+    """The model of a folder, its estimate printed and checked first. step_tokens: most tokens of a training step."""
     folder = folder_of(name)
     config = read_config(folder)
     bytes_needed = needed(folder, config, dtype, trainable_share)
     if bytes_needed is None:
         raise Failure(f"{folder} holds no *.safetensors files", "save the model with model.save_pretrained(folder)")
+    bytes_needed += memory.logits(step_tokens, config.get_text_config().vocab_size)
     what = "weights, gradients and optimizer" if trainable_share else "weights"
+    what += " and logits" if step_tokens else ""
+    if step_tokens and config.get_text_config() is not config:
+        print(f"{folder}: a {config.model_type} model: its text part alone is trained and saved", file=sys.stderr)
     facts = f"{folder}: {config.model_type}, {dtype_name(config, dtype)}, about {memory.gib(bytes_needed)} for {what}"
     print(facts, file=sys.stderr)  # standard output is for the result
     if not ignore_memory:
-        memory.ensure(bytes_needed, str(folder), "use --dtype bfloat16 or a smaller model")
+        fewer = ", --lora, fewer --batch-tokens" if step_tokens else ""
+        memory.ensure(bytes_needed, str(folder), f"use --dtype bfloat16{fewer} or a smaller model")
     import transformers
 
     quiet()

@@ -203,7 +203,9 @@ def run(options):
     tokens = models.Tokens(models.folder_of(options.model), options.bytes)
     samples = read_samples(options.data, tokens, options.length)
     make_folder(output)
-    model = models.load(options.model, options.dtype, options.ignore_memory, 0.0 if options.lora else 1.0)
+    share = 0.0 if options.lora else 1.0
+    most = min(options.batch_tokens, sum(len(sample["input_ids"]) for sample in samples))
+    model = models.load(options.model, options.dtype, options.ignore_memory, share, most)
     check_vocabulary(samples, model.get_input_embeddings().num_embeddings, options.data)
     import torch
 
