@@ -37,6 +37,11 @@ def test_models_before_and_after(family, monkeypatch):
     assert calls == [] and not handle.installed
 
 
+# Layers before 5.9 keep the boundaries of a pack from the functions that patch() replaces (docs/packed.md).
+HANDED_ON = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 9)
+
+
+@pytest.mark.skipif(not HANDED_ON, reason="this release hands no boundaries to linear attention")
 def test_a_pack_that_would_fill_a_cache_is_refused():
     """Full attention of a model that only has our functions does not keep samples apart once there is a cache."""
     with tidegate.patch():
