@@ -19,6 +19,7 @@
 #endif
 
 #include "base/float_environment.h"
+#include "base/shares.h"
 #include "tidegate/error.h"
 
 namespace tidegate {
@@ -36,22 +37,24 @@ FloatEnvironment::~FloatEnvironment() { std::fesetenv(&saved_); }
 namespace {
 
 struct Job {
-  ParallelBody body = nullptr;
-  void* context = nullptr;
-  std::int64_t tasks = 0;
-  std::atomic<std::int64_t> next{0};
+  ParallelBody body;
+  void* context;
+  Shares tasks;
   std::atomic<bool> failed{false};
   std::exception_ptr failure;  // of the first task that threw; out of memory is the only expected reason
 
-  void work() noexcept {
+  void work(std::int64_t worker) {
+    const FloatEnvironment environment;
+    for (std::int64_t task = tasks.take(worker); task >= 0 && !failed.load(std::memory_order_relaxed);
+         task = tasks.take(worker)) {
+      body(context, task, task + 1);
+    }
+  }
+  void work_in_pool(std::int64_t worker) noexcept {
     try {
-      for (std::int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) {
-        const FloatEnvironment environment;
-        body(context, task, task + 1);
-      }
+      work(worker);
     } catch (...) {
-      next.store(tasks);  // no further task starts
-      if (!failed.exchange(true)) {
+      if (!failed.exchange(true)) {  // no further task starts
         failure = std::current_exception();
       }
     }
@@ -82,7 +85,7 @@ class Pool {
     workers_.reserve(static_cast<std::size_t>(threads));
     try {
       for (int i = 1; i < threads; ++i) {
-        workers_.emplace_back([this] { serve(); });
+        workers_.emplace_back([this, i] { serve(i); });
       }
     } catch (const std::system_error&) {
       // The system gives no more threads. Those there are do the work, with the same bits.
@@ -113,7 +116,7 @@ class Pool {
     }
     wake_.notify_all();
     inside_pool = true;
-    job.work();
+    job.work_in_pool(0);
     inside_pool = false;
     std::unique_lock lock(mutex_);
     job_ = nullptr;  // latecomers find nothing
@@ -124,7 +127,7 @@ class Pool {
   }
 
  private:
-  void serve() {
+  void serve(int worker) {
     inside_pool = true;
     std::uint64_t seen = 0;
     std::unique_lock lock(mutex_);
@@ -137,7 +140,7 @@ class Pool {
       Job* job = job_;
       ++busy_;
       lock.unlock();
-      job->work();
+      job->work_in_pool(worker);
       lock.lock();
       if (--busy_ == 0) {
         idle_.notify_all();
@@ -169,9 +172,9 @@ void forget_pool_in_child() {
   new (&pool_mutex) std::mutex;
 }
 
-void run_alone(Job& job) {
+void run_alone(std::int64_t tasks, ParallelBody body, void* context) {
   const FloatEnvironment environment;
-  job.body(job.context, 0, job.tasks);
+  body(context, 0, tasks);
 }
 
 }  // namespace
@@ -204,29 +207,28 @@ void run_parallel(std::int64_t tasks, ParallelBody body, void* context) {
   if (tasks <= 0) {
     return;
   }
-  Job job;
-  job.body = body;
-  job.context = context;
-  job.tasks = tasks;
-  if (ParallelBackend backend = installed.load(); backend != nullptr) {
+  const ParallelBackend backend = installed.load();
+  const int threads = parallel_threads();
+  if (tasks == 1 || threads == 1 || (backend == nullptr && inside_pool)) {
+    run_alone(tasks, body, context);
+    return;
+  }
+  Job job{body, context, Shares(tasks, threads)};
+  if (backend != nullptr) {
+    // A static cut of the tasks, as pools have it, waits for the slowest of its parts: theirs are workers.
     backend(
-        tasks,
+        job.tasks.workers(),
         [](void* user, std::int64_t first, std::int64_t last) {
-          const FloatEnvironment environment;
-          const Job& j = *static_cast<Job*>(user);
-          j.body(j.context, first, last);
+          for (std::int64_t worker = first; worker < last; ++worker) {
+            static_cast<Job*>(user)->work(worker);
+          }
         },
         &job);
     return;
   }
-  const int threads = num_threads();
-  if (tasks == 1 || threads == 1 || inside_pool) {
-    run_alone(job);
-    return;
-  }
   const std::unique_lock lock(pool_mutex, std::try_to_lock);
   if (!lock.owns_lock()) {
-    run_alone(job);
+    run_alone(tasks, body, context);
     return;
   }
   if (pool == nullptr || pool->threads() != threads) {

@@ -168,11 +168,30 @@ void two_ranges(std::int64_t tasks, ParallelBody body, void* context) {
 
 TEST_F(ParallelTest, CustomBackendGetsEveryCall) {
   backend_calls = 0;
-  set_parallel_backend(two_ranges);
+  set_parallel_backend(two_ranges, [] { return 7; });
   EXPECT_EQ(sum_of_tasks(101), 5151);
   set_parallel_backend(nullptr);
   EXPECT_EQ(sum_of_tasks(100), 5050);
   EXPECT_EQ(backend_calls, 1);
+}
+
+// As a pool with a static cut does it, with one thread that comes late.
+void late_second(std::int64_t tasks, ParallelBody body, void* context) {
+  ASSERT_EQ(tasks, 2);
+  std::thread first([&] { body(context, 0, 1); });
+  first.join();
+  body(context, 1, 2);
+}
+
+TEST_F(ParallelTest, AWorkerOfABackendDoesTheTasksOfOneThatIsLate) {
+  set_parallel_backend(late_second, [] { return 2; });
+  std::vector<std::thread::id> who(100);
+  parallel_for(100, [&](std::int64_t task) { who[static_cast<std::size_t>(task)] = std::this_thread::get_id(); });
+  set_parallel_backend(nullptr);
+  for (const std::thread::id id : who) {
+    EXPECT_NE(id, std::thread::id());
+    EXPECT_NE(id, std::this_thread::get_id());
+  }
 }
 
 #if defined(__x86_64__)
@@ -248,7 +267,7 @@ TEST(ParallelEnvironmentDeathTest, InvalidThreadCountIsAnError) {
 
 TEST(Shares, EveryPieceOnceAndTheOwnStretchFirst) {
   for (const std::int64_t pieces : {0, 1, 2, 7, 64, 1000}) {
-    for (const std::int64_t workers : {1, 2, 3, 100}) {
+    for (const std::int64_t workers : {1, 2, 3, 64}) {
       Shares shares(pieces, workers);
       std::vector<int> taken(static_cast<std::size_t>(pieces));
       const std::int64_t last = shares.workers() - 1;
@@ -267,9 +286,10 @@ TEST(Shares, EveryPieceOnceAndTheOwnStretchFirst) {
 TEST(Shares, WorkersNeverMeet) {
   constexpr std::int64_t kPieces = 20000;
   std::vector<int> taken(kPieces);  // plain ints: a piece taken twice is a race
-  Shares shares(kPieces, 8);
+  Shares shares(kPieces, 100);
+  EXPECT_EQ(shares.workers(), 100);
   std::vector<std::thread> workers;
-  for (std::int64_t w = 0; w < 8; ++w) {
+  for (const std::int64_t w : {0, 1, 2, 3, 64, 65, 66, 99}) {  // 64 and 0 have the same stretch
     workers.emplace_back([&, w] {
       for (std::int64_t i = shares.take(w); i >= 0; i = shares.take(w)) {
         ++taken[static_cast<std::size_t>(i)];

@@ -11,13 +11,15 @@ namespace tidegate {
 class Shares {
  public:
   Shares(std::int64_t pieces, std::int64_t workers)
-      : pieces_(pieces), count_(std::clamp<std::int64_t>(std::min(workers, pieces), 1, kMost)) {
+      : pieces_(pieces),
+        workers_(std::max<std::int64_t>(std::min(workers, pieces), 1)),
+        count_(std::min(workers_, kMost)) {
     for (std::int64_t i = 0; i < count_; ++i) {
       share_[i].next.store(begin(i), std::memory_order_relaxed);
     }
   }
   // How many workers there is work for.
-  std::int64_t workers() const { return count_; }
+  std::int64_t workers() const { return workers_; }
 
   // The next piece for a worker, or -1 when all are taken.
   std::int64_t take(std::int64_t worker) {
@@ -34,13 +36,13 @@ class Shares {
   }
 
  private:
-  static constexpr std::int64_t kMost = 64;  // threads that one call of a decode operator can still feed
+  static constexpr std::int64_t kMost = 64;  // stretches; more workers than that share them
   struct alignas(64) Share {                 // a cache line each
     std::atomic<std::int64_t> next;
   };
   std::int64_t begin(std::int64_t share) const { return pieces_ * share / count_; }
 
-  std::int64_t pieces_, count_;
+  std::int64_t pieces_, workers_, count_;
   Share share_[kMost];
 };
 
