@@ -25,3 +25,26 @@ def isa(request):
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def dtype(request):
     return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a tiny model of bytes."""
+    from tidegate.check.tiny import build
+
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    build("qwen3_5_moe", vocab_size=256).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    """The command `tidegate`: run(*arguments) -> exit code, output, errors."""
+    from tidegate import cli
+
+    def call(*arguments):
+        code = cli.main([str(a) for a in arguments])
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call

@@ -14,26 +14,6 @@ transformers = pytest.importorskip("transformers")
 NAMES = [module.NAME for module in cli.COMMANDS]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with a tiny model of bytes."""
-    from tidegate.check.tiny import build
-
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    build("qwen3_5_moe", vocab_size=256).save_pretrained(path)
-    return path
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*arguments):
-        code = cli.main([str(a) for a in arguments])
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return call
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_help_has_an_example_defaults_and_exit_codes(name, capsys):
     with pytest.raises(SystemExit) as stop:

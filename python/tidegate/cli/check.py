@@ -17,7 +17,7 @@ EXAMPLES = (
 def add_arguments(parser):
     models.add_arguments(parser, families=True)
     parser.add_argument("--unpatched", action="store_true", help="check the model as it is")
-    parser.add_argument("--seed", type=int, default=0, help="of the random tokens (default 0)")
+    parser.add_argument("--seed", type=command.seed, default=0, help="of the random tokens (default 0)")
 
 
 def run(options):
@@ -25,15 +25,9 @@ def run(options):
     if options.model in models.families():
         model = models.tiny(options.model, options.dtype)
     else:
-        model = models.load(options.model, options.dtype, options.ignore_memory)
+        model = models.load(options.model, options.dtype, options.ignore_memory, or_family=True)
     import tidegate
-    from tidegate.errors import PatchError
 
     if not options.unpatched:
-        try:
-            tidegate.patch(model)
-        except PatchError as error:
-            raise command.Failure(
-                f"{options.model} cannot be patched: {error}", "see what was found:  tidegate report " + options.model
-            ) from None
+        models.patch(model, options.model)
     return 0 if tidegate.check(model, seed=options.seed).ok else command.WRONG

@@ -67,3 +67,25 @@ def rate(text):
 
 
 rate.__name__ = "positive number"
+
+
+def temperature(text):
+    """An argparse type: a finite number from 0 on."""
+    value = float(text)
+    if not 0.0 <= value < float("inf"):
+        raise ValueError
+    return value
+
+
+temperature.__name__ = "number from 0 on"
+
+
+def seed(text):
+    """An argparse type: what torch takes as a seed, without the negative ones."""
+    value = int(text)
+    if not 0 <= value < 2**64:
+        raise ValueError
+    return value
+
+
+seed.__name__ = "number from 0 to 2**64 - 1"

@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from tidegate.cli.command import MISSING, Failure, positive
+from tidegate.cli.command import MISSING, Failure, positive, seed
 
 NAME = "fuzz"
 HELP = "random problems for every operator against the fp64 reference, on this machine"
@@ -23,7 +23,7 @@ EXAMPLES = (
 def add_arguments(parser):
     parser.add_argument("--seconds", type=positive, help="how long (default 30, or as long as --count takes)")
     parser.add_argument("--count", type=positive, help="how many problems")
-    parser.add_argument("--seed", type=int, default=1, help="of the problems that are drawn (default 1)")
+    parser.add_argument("--seed", type=seed, default=1, help="of the problems that are drawn (default 1)")
     parser.add_argument("--isa", help="one instruction set (default: each problem draws one that this CPU has)")
     parser.add_argument("--only", help="drivers, with commas between them (default: all)")
     parser.add_argument("--line", action="append", help="run this problem; may be repeated")

@@ -2,13 +2,14 @@
 
 import time
 
-from tidegate.cli import command, models
+from tidegate.cli import adapters, command, memory, models
 
 NAME = "generate"
 HELP = "generate text with a patched model and print its speed"
 DESCRIPTION = """\
 Loads a model, patches it, reads the prompt (prefill) and generates tokens one by one (decode). The text goes to
-standard output as it comes, the speeds to standard error. Without --temperature the most likely token is taken."""
+standard output as it comes, the speeds to standard error. Without --temperature the most likely token is taken.
+A folder with an adapter of PEFT is loaded on top of the model that its adapter_config.json names."""
 EXAMPLES = (
     'tidegate generate ~/models/Qwen3.5-0.8B --prompt "The tide turns when" --tokens 64',
     'tidegate generate demo-model --bytes --prompt "The gate "    # the model that `make demo` leaves',
@@ -20,9 +21,9 @@ def add_arguments(parser):
     parser.add_argument("--prompt", required=True, help="the text to go on from")
     parser.add_argument("--tokens", type=command.positive, default=128, help="most tokens to generate (default 128)")
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0: the most likely token (default); else sample"
+        "--temperature", type=command.temperature, default=0.0, help="0: the most likely token (default); else sample"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    parser.add_argument("--seed", type=command.seed, default=0, help="of the sampling (default 0)")
     parser.add_argument("--bytes", action="store_true", help="tokens are bytes, there is no tokenizer")
     parser.add_argument("--unpatched", action="store_true", help="Transformers alone, to compare")
 
@@ -33,7 +34,9 @@ def choose(logits, temperature, generator):
 
     if temperature <= 0:
         return int(logits.argmax())
-    return int(torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator))
+    # In fp64 and below zero: a tiny temperature neither vanishes nor makes the largest logit infinite.
+    scaled = (logits.double() - logits.max()) / temperature
+    return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
 
 
 def stream(model, ids, count, end=None, temperature=0.0, seed=0):
@@ -57,15 +60,17 @@ def run(options):
     import sys
 
     command.set_threads(options.threads)
-    tokens = models.Tokens(options.model, options.bytes)
+    base, adapter = adapters.split(options.model)
+    tokens = models.Tokens(base, options.bytes)
     ids = tokens.encode(options.prompt)
     if not ids:
         raise command.Failure("--prompt: expected at least one token, got none", "give a longer prompt")
-    model = models.load(options.model, options.dtype, options.ignore_memory)
+    size = adapters.WIDTH * memory.count_parameters(adapter) if adapter else 0
+    model = models.load(base, options.dtype, options.ignore_memory, adapter_bytes=size)
+    model = adapters.attach(model, adapter) if adapter else model
     import tidegate
 
-    if not options.unpatched:
-        tidegate.patch(model)
+    handle = None if options.unpatched else models.patch(model, options.model)
     found, times, shown = [], [], ""
     print(options.prompt, end="", flush=True)
     for token, seconds in stream(model, ids, options.tokens, tokens.end, options.temperature, options.seed):
@@ -75,8 +80,11 @@ def run(options):
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is not complete yet
             print(text[len(shown) :], end="", flush=True)
             shown = text
-    print()
-    who = "Transformers alone" if options.unpatched else f"tidegate {tidegate.__version__} on {tidegate.isa()}"
+    print(tokens.decode(found)[len(shown) :])  # also a character that never became complete
+    if handle is not None and handle.installed:
+        who = f"tidegate {tidegate.__version__} on {tidegate.isa()}"
+    else:
+        who = "Transformers alone" + (f" ({handle.notes[0]})" if handle is not None else "")
     decode = f", decode {(len(times) - 1) / sum(times[1:]):.1f} tokens/s" if len(times) > 1 else ""
     print(f"{who}: prefill of {len(ids)} tokens {len(ids) / times[0]:.0f} tokens/s{decode}", file=sys.stderr)
     return 0

@@ -1,6 +1,7 @@
 """How much memory a model will take, before it is loaded."""
 
 import json
+import math
 import struct
 from pathlib import Path
 
@@ -11,23 +12,36 @@ SLACK = 0.5 * 2**30  # torch, Transformers and the tokenizer
 LARGEST_HEADER = 100 * 2**20  # of a safetensors file, as its own reader limits it
 
 
-def count_parameters(folder: Path) -> int | None:
-    """Parameters in the safetensors files of a folder, from their headers alone; None if there are none."""
-    total, files = 0, sorted(folder.glob("*.safetensors"))
-    for file in files:
-        with open(file, "rb") as stream:
-            head = stream.read(8)
-            size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-            if not 2 <= size <= min(LARGEST_HEADER, file.stat().st_size):
-                raise Failure(f"{file} is not a safetensors file", "download or save the model again")
+def _header(file: Path) -> dict:
+    """name -> entry of the tensors in a safetensors file that is as long as it says."""
+    again, there = "download or save the model again", file.stat().st_size
+    with open(file, "rb") as stream:
+        head = stream.read(8)
+        size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= size <= min(LARGEST_HEADER, there):
+            raise Failure(f"{file} is not a safetensors file", again)
+        try:
             header = json.loads(stream.read(size))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                count = 1
-                for n in entry["shape"]:
-                    count *= n
-                total += count
-    return total if files else None
+            header.pop("__metadata__", None)
+            wanted = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise Failure(f"{file} is not a safetensors file: its header cannot be read", again) from None
+    if there != wanted:
+        raise Failure(f"{file} is damaged: expected {wanted} bytes, got {there}", again)
+    return header
+
+
+def shapes(folder: Path) -> dict[str, list[int]] | None:
+    """name -> shape of the tensors in a folder's safetensors files, from their headers alone; None without files."""
+    files = sorted(folder.glob("*.safetensors"))
+    found = {name: entry["shape"] for file in files for name, entry in _header(file).items()}
+    return found if files else None
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Parameters in the safetensors files of a folder; None if there are none."""
+    found = shapes(folder)
+    return None if found is None else sum(math.prod(shape) for shape in found.values())
 
 
 def available() -> float:

@@ -1,6 +1,6 @@
 """From what a user names, a folder or a family, to a model."""
 
-import json
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -28,40 +28,48 @@ def families():
     return FAMILIES
 
 
-def folder_of(name: str) -> Path:
-    """The folder of a model; fails if it is not one."""
+def known():
+    """The families that the installed Transformers has, for messages."""
+    return ", ".join(f for f in families() if importlib.util.find_spec(f"transformers.models.{f}"))
+
+
+def folder_of(name: str, or_family=False) -> Path:
+    """The folder of a model; fails if it is not one. or_family: the command takes a family too."""
+    require("transformers", "a model")
     folder = Path(name).expanduser()
     if not folder.exists():
-        known = ", ".join(families())
+        other = f", or name a family: {known()}" if or_family else ""
         raise Failure(
-            f"{name}: no such folder",
-            f"download one (hf download OWNER/MODEL --local-dir {folder.name}), or name a family: {known}",
+            f"{name}: no such folder", f"download one (hf download OWNER/MODEL --local-dir {folder.name}){other}"
         )
     if not (folder / "config.json").is_file():
-        raise Failure(
-            f"{name}: the folder has no config.json", "name the folder that holds config.json and the weights"
-        )
+        adapter = (folder / "adapter_config.json").is_file()
+        what = "an adapter, which only generate takes:" if adapter else "the folder has"
+        raise Failure(f"{name}: {what} no config.json", "name the folder that holds config.json and the weights")
     return folder
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, short enough for a message."""
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
 
 
 def read_config(folder: Path):
     """The configuration of a folder; fails if Transformers does not know its kind, or there is nothing to patch."""
-    require("transformers", "a model")
     import transformers
 
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError, OSError, json.JSONDecodeError) as error:
-        first = str(error).strip().split("\n")[0]
+    except (ValueError, KeyError, OSError) as error:
         raise Failure(
-            f"{folder}/config.json: Transformers {transformers.__version__} cannot read it: {first[:200]}",
+            f"{folder}/config.json: Transformers {transformers.__version__} cannot read it: {first_line(error)}",
             "update Transformers (pip install -U transformers) or check the file",
         ) from None
     text = config.get_text_config()
     if "linear_attention" not in (getattr(text, "layer_types", None) or ()):
         raise Failure(
             f"{folder} is a {config.model_type} model: it has no linear-attention layers",
-            f"Tidegate is for gated-delta models: {', '.join(families())} and relatives",
+            f"Tidegate is for gated-delta models: {known()} and relatives",
         )
     return config
 
@@ -74,24 +82,26 @@ def dtype_name(config, dtype: str) -> str:
     return str(stored).removeprefix("torch.") if stored is not None else "float32"
 
 
-def needed(folder: Path, config, dtype: str, trainable_share: float = 0.0) -> float | None:
-    """Bytes that a folder's model will take; None if its files do not tell."""
+def load(
+    name: str,
+    dtype: str,
+    ignore_memory: bool,
+    *,
+    train_all=False,
+    step_tokens: int = 0,
+    adapter_bytes: float = 0.0,
+    or_family=False,
+):
+    """The model of a folder, its estimate printed and checked first. step_tokens: most tokens of a training step."""
+    folder = folder_of(name, or_family)
+    config = read_config(folder)
     count = memory.count_parameters(folder)
     if count is None:
-        return None
-    return memory.estimate(count, dtype_name(config, dtype), int(count * trainable_share))
-
-
-def load(name: str, dtype: str, ignore_memory: bool, trainable_share: float = 0.0, step_tokens: int = 0):
-    """The model of a folder, its estimate printed and checked first. step_tokens: most tokens of a training step."""
-    folder = folder_of(name)
-    config = read_config(folder)
-    bytes_needed = needed(folder, config, dtype, trainable_share)
-    if bytes_needed is None:
         raise Failure(f"{folder} holds no *.safetensors files", "save the model with model.save_pretrained(folder)")
-    bytes_needed += memory.logits(step_tokens, config.get_text_config().vocab_size)
-    what = "weights, gradients and optimizer" if trainable_share else "weights"
-    what += " and logits" if step_tokens else ""
+    bytes_needed = memory.estimate(count, dtype_name(config, dtype), count if train_all else 0)
+    bytes_needed += memory.logits(step_tokens, config.get_text_config().vocab_size) + adapter_bytes
+    what = "weights" + (", adapter" if adapter_bytes else "")
+    what += ", gradients, optimizer and logits" if step_tokens else ""
     if step_tokens and config.get_text_config() is not config:
         print(f"{folder}: a {config.model_type} model: its text part alone is trained and saved", file=sys.stderr)
     facts = f"{folder}: {config.model_type}, {dtype_name(config, dtype)}, about {memory.gib(bytes_needed)} for {what}"
@@ -102,8 +112,22 @@ def load(name: str, dtype: str, ignore_memory: bool, trainable_share: float = 0.
     import transformers
 
     quiet()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    try:  # the whole path: an adapter keeps it as that of its base model
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder.resolve(), dtype=dtype, local_files_only=True)
+    except (RuntimeError, ValueError) as error:
+        raise Failure(f"{folder}: cannot be loaded: {first_line(error)}", "check weights and config.json") from None
     return model.eval()
+
+
+def patch(model, name: str):
+    """The handle of tidegate.patch(model)."""
+    import tidegate
+    from tidegate.errors import PatchError
+
+    try:
+        return tidegate.patch(model)
+    except PatchError as error:
+        raise Failure(f"{name} cannot be patched: {error}", f"see what was found:  tidegate report {name}") from None
 
 
 def quiet():
@@ -119,7 +143,7 @@ def empty(name: str):
     import torch
     import transformers
 
-    config = read_config(folder_of(name))
+    config = read_config(folder_of(name, or_family=True))
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)
 
@@ -153,7 +177,12 @@ class Tokens:
             )
         import transformers
 
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        try:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # noqa: BLE001  (Transformers and its Rust part raise whatever they like)
+            raise Failure(
+                f"{folder}: the tokenizer cannot be read: {first_line(error)}", "copy the tokenizer's files again"
+            ) from None
 
     @property
     def end(self):

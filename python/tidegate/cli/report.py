@@ -42,8 +42,7 @@ def facts():
     if importlib.util.find_spec("transformers") is None:
         found["models"] = "transformers is not installed: pip install transformers"
     else:
-        here = [f for f in models.families() if importlib.util.find_spec(f"transformers.models.{f}") is not None]
-        found["models"] = f"{', '.join(here)}, and relatives that are found by their parts"
+        found["models"] = f"{models.known()}, and relatives that are found by their parts"
     return found
 
 

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tidegate.cli import command, models
+from tidegate.cli import adapters, command, models
 
 NAME = "train"
 HELP = "fine-tune a patched model on a file of JSON lines"
@@ -21,8 +21,6 @@ EXAMPLES = (
     "tidegate train ~/models/Qwen3.5-0.8B --data notes.jsonl --packed --lora --output notes-adapter",
     "tidegate train demo-model --bytes --data text.jsonl --packed --dtype float32 --epochs 3",
 )
-# The projections of the known families; those that a model has are adapted.
-ADAPTED = "in_proj_qkv in_proj_z in_proj_qkvz out_proj q_proj k_proj v_proj g_proj o_proj".split()
 
 
 def add_arguments(parser):
@@ -39,7 +37,7 @@ def add_arguments(parser):
     )
     parser.add_argument("--batch-tokens", type=command.positive, default=4096, help="most tokens a step (default 4096)")
     parser.add_argument("--lr", type=command.rate, help="learning rate (default 1e-4 with --lora, else 1e-5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of samples (default 0)")
+    parser.add_argument("--seed", type=command.seed, default=0, help="of the order of samples (default 0)")
     parser.add_argument("--bytes", action="store_true", help="tokens are bytes, there is no tokenizer")
     parser.add_argument("--unpatched", action="store_true", help="Transformers alone, to compare (not with --packed)")
 
@@ -154,16 +152,6 @@ def pad(batch):
     return {"input_ids": rows("input_ids", 0), "labels": rows("labels", -100), "attention_mask": mask}
 
 
-def adapt(model, rank: int):
-    """The model with a LoRA adapter on its projections."""
-    command.require("peft", "--lora")
-    import peft
-
-    here = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[n for n in ADAPTED if n in here])
-    return peft.get_peft_model(model, config)
-
-
 def steps(model, samples, *, packed, batch_tokens, lr, epochs=1, most=None, seed=0):
     """Trains; yields (step, of how many, loss, tokens) after every step."""
     import torch
@@ -200,20 +188,24 @@ def run(options):
     output = options.output or Path(options.model.rstrip("/") + "-trained")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise command.Failure(f"--output {output} is there and not empty", "name another folder")
-    tokens = models.Tokens(models.folder_of(options.model), options.bytes)
+    folder = models.folder_of(options.model)
+    tokens = models.Tokens(folder, options.bytes)
     samples = read_samples(options.data, tokens, options.length)
     make_folder(output)
-    share = 0.0 if options.lora else 1.0
-    most = min(options.batch_tokens, sum(len(sample["input_ids"]) for sample in samples))
-    model = models.load(options.model, options.dtype, options.ignore_memory, share, most)
+    model = models.load(
+        options.model,
+        options.dtype,
+        options.ignore_memory,
+        train_all=not options.lora,
+        step_tokens=min(options.batch_tokens, sum(len(sample["input_ids"]) for sample in samples)),
+        adapter_bytes=4 * adapters.WIDTH * adapters.count(folder, options.rank) if options.lora else 0,
+    )
     check_vocabulary(samples, model.get_input_embeddings().num_embeddings, options.data)
     import torch
 
-    import tidegate
-
     torch.manual_seed(options.seed)
-    handle = None if options.unpatched else tidegate.patch(model)
-    trained = adapt(model, options.rank) if options.lora else model
+    handle = None if options.unpatched else models.patch(model, options.model)
+    trained = adapters.adapt(model, options.rank) if options.lora else model
     command.require("tqdm", "a progress bar")
     from tqdm import tqdm
 
