@@ -11,7 +11,8 @@ EXIT_CODES = """exit codes:
   0  done, and everything that was compared is equal
   1  a comparison failed
   2  the call is wrong: an unknown option, a missing folder, a model that is not supported
-  3  something is missing here: a package, memory, a program"""
+  3  something is missing here: a package, memory, a program, room on a disk
+  130  interrupted"""
 
 
 class Failure(Exception):

@@ -1,14 +1,14 @@
 """tidegate train: fine-tune a model on lines of JSON."""
 
+import contextlib
 import json
 import math
 import random
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from tidegate.cli import adapters, command, models
+from tidegate.cli import adapters, command, models, saving
 
 NAME = "train"
 HELP = "fine-tune a patched model on a file of JSON lines"
@@ -16,7 +16,8 @@ DESCRIPTION = """\
 Trains all weights, or a LoRA adapter, with AdamW. Every line of the data is one sample: {"text": "..."},
 {"messages": [...]} for a tokenizer with a chat template, or {"input_ids": [...], "labels": [...]}. With --packed a
 batch is one row of samples without padding, which a patched model computes as if each were alone; otherwise samples are
-rows padded on the right. Train all weights in float32: AdamW loses small steps in 16 bits."""
+rows padded on the right. Train all weights in float32: AdamW loses small steps in 16 bits. Ctrl-C saves what is
+trained and ends with exit code 130."""
 EXAMPLES = (
     "tidegate train ~/models/Qwen3.5-0.8B --data notes.jsonl --packed --lora --output notes-adapter",
     "tidegate train demo-model --bytes --data text.jsonl --packed --dtype float32 --epochs 3",
@@ -27,6 +28,7 @@ def add_arguments(parser):
     models.add_arguments(parser)
     parser.add_argument("--data", required=True, type=Path, help="a file, one JSON object a line")
     parser.add_argument("--output", type=Path, help="where the result goes (default: MODEL_DIR-trained)")
+    parser.add_argument("--save-every", type=command.positive, metavar="N", help="also save after every N steps")
     parser.add_argument("--packed", action="store_true", help="samples in one row, no padding")
     parser.add_argument("--lora", action="store_true", help="train an adapter (needs peft), not the weights")
     parser.add_argument("--rank", type=command.positive, default=16, help="of the adapter (default 16)")
@@ -65,18 +67,6 @@ def check_vocabulary(samples, size: int, path: Path):
         raise command.Failure(
             f"{path}: token id {wrong[0]}: expected 0 to {size - 1}", "use the tokenizer of this model"
         )
-
-
-def make_folder(path: Path):
-    """The folder for the result, made and written to before hours are spent on what goes there."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path) as probe:
-            probe.write(b"0" * 4096)
-    except OSError as error:
-        raise command.Failure(
-            f"--output {path}: {error.strerror}", "name a folder that can be written", command.MISSING
-        ) from None
 
 
 def read_samples(path: Path, tokens, length: int):
@@ -174,7 +164,8 @@ def steps(model, samples, *, packed, batch_tokens, lr, epochs=1, most=None, seed
             )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
+        with saving.uninterrupted():
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         yield number, len(plan), loss.item(), sum(len(s["input_ids"]) for s in batch)
 
@@ -184,16 +175,18 @@ def run(options):
         raise command.Failure(
             "--packed needs the patch: Transformers alone lets packed samples see each other on CPUs", "leave one away"
         )
+    if options.lora:
+        command.require("peft", "--lora")
+    command.require("tqdm", "a progress bar")
     command.set_threads(options.threads)
-    output = options.output or Path(options.model.rstrip("/") + "-trained")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise command.Failure(f"--output {output} is there and not empty", "name another folder")
     folder = models.folder_of(options.model)
+    output = options.output or Path(options.model.rstrip("/") + "-trained")
+    saving.check_free(output)
     tokens = models.Tokens(folder, options.bytes)
     samples = read_samples(options.data, tokens, options.length)
-    make_folder(output)
+    saving.check_writable(output)
     model = models.load(
-        options.model,
+        folder,
         options.dtype,
         options.ignore_memory,
         train_all=not options.lora,
@@ -205,24 +198,42 @@ def run(options):
 
     torch.manual_seed(options.seed)
     handle = None if options.unpatched else models.patch(model, options.model)
+    if options.packed and not handle.installed:
+        raise command.Failure(f"--packed needs the patch, and {handle.notes[0]}", "unset TIDEGATE_PATCH")
     trained = adapters.adapt(model, options.rank) if options.lora else model
-    command.require("tqdm", "a progress bar")
+    return train(options, trained, handle, samples, tokens, output)
+
+
+def train(options, model, handle, samples, tokens, output):
+    """All steps, and the result after the last, after every --save-every of them and after Ctrl-C."""
     from tqdm import tqdm
+
+    from tidegate.check.original import unpatched
+
+    def save():
+        with unpatched(handle) if handle else contextlib.nullcontext():  # what is saved is a model of Transformers
+            saving.save(output, *(part for part in (model, tokens.tokenizer) if part is not None))
 
     lr = options.lr or (1e-4 if options.lora else 1e-5)
     settings = dict(packed=options.packed, batch_tokens=options.batch_tokens, lr=lr, epochs=options.epochs)
     start, seen, losses = time.perf_counter(), 0, []
-    with tqdm(unit="step", desc="training") as bar:
-        for _, total, loss, count in steps(trained, samples, most=options.steps, seed=options.seed, **settings):
-            seen, bar.total = seen + count, total
-            losses.append(loss)
-            bar.set_postfix_str(f"loss {loss:.3f}, {seen / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
-            bar.update()
-    if handle is not None:
-        handle.undo()  # what is saved is a model of Transformers
-    trained.save_pretrained(output)
-    if tokens.tokenizer is not None:
-        tokens.tokenizer.save_pretrained(output)
+    try:
+        with tqdm(unit="step", desc="training") as bar:
+            for step, total, loss, count in steps(model, samples, most=options.steps, seed=options.seed, **settings):
+                seen, bar.total = seen + count, total
+                losses.append(loss)
+                speed = f"{seen / (time.perf_counter() - start):.0f} tokens/s"
+                bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
+                bar.update()
+                if options.save_every and step % options.save_every == 0 and step < total:
+                    save()
+    except KeyboardInterrupt:
+        if losses:
+            save()
+        done = f"what {len(losses)} steps trained is saved to {output}" if losses else "no step was done, nothing saved"
+        print(f"tidegate: interrupted: {done}", file=sys.stderr)
+        return command.INTERRUPTED
+    save()
     tail = losses[-max(1, len(losses) // 10) :]
     print(f"{len(losses)} steps, {seen} tokens, loss {losses[0]:.3f} -> {sum(tail) / len(tail):.3f}; saved to {output}")
     return 0
