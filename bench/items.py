@@ -118,7 +118,7 @@ def select(names: list[str]) -> list[Item]:
     for name in names:
         members = [ITEMS[name]] if name in ITEMS else [i for i in ITEMS.values() if i.name.startswith(name + "_")]
         if not members:
-            raise SystemExit(f"--items: expected names from {', '.join(ITEMS)}, got {name}")
+            raise ValueError(f"--items: expected names from {', '.join(ITEMS)}, got {name}")
         found += [m for m in members if m not in found]
     return found
 

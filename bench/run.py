@@ -43,7 +43,7 @@ def arguments():
 def chosen(text, known, option):
     names = list(known) if text == "all" else [n.strip() for n in text.split(",") if n.strip()]
     if unknown := [n for n in names if n not in known]:
-        raise SystemExit(f"{option}: expected names from {', '.join(known)}, got {', '.join(unknown)}")
+        raise ValueError(f"{option}: expected names from {', '.join(known)}, got {', '.join(unknown)}")
     return names
 
 
@@ -112,14 +112,24 @@ def main():
         return worker(args.worker)
     import items  # torch is needed from here on; --help works without
 
-    names = list(items.ITEMS) if args.items == "all" else args.items.split(",")
-    options = {
-        "items": [i.name for i in items.select(names)],
-        "engines": chosen(args.engines, ORDER, "--engines"),
-        "threads": args.threads,
-        "seconds": args.seconds,
-        "reps": args.reps,
-    }
+    try:
+        names = list(items.ITEMS) if args.items == "all" else args.items.split(",")
+        conditions = chosen(args.conditions, CONDITIONS, "--conditions")
+        options = {
+            "items": [i.name for i in items.select(names)],
+            "engines": chosen(args.engines, ORDER, "--engines"),
+            "threads": args.threads,
+            "seconds": args.seconds,
+            "reps": args.reps,
+        }
+        if args.limits and not Path(args.limits).is_file():
+            raise ValueError(f"--limits: expected the program tidegate_limits, got {args.limits}: no such file")
+        for path in (args.json, args.markdown):
+            if path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
     document = {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine.describe(),
@@ -128,16 +138,14 @@ def main():
         "limits": machine.limits(args.limits, args.threads),
         "conditions": {},
     }
-    for i, name in enumerate(chosen(args.conditions, CONDITIONS, "--conditions")):
+    for i, name in enumerate(conditions):
         # Results do not depend on malloc, so the fp64 truth is computed in the first condition only.
         run_condition(document, name, errors=i == 0)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(document, indent=1) + "\n")
     if args.markdown:
-        args.markdown.parent.mkdir(parents=True, exist_ok=True)
         args.markdown.write_text(report.markdown(document))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tidegate.cli.command import MISSING, Failure, positive
+from tidegate.cli.command import MISSING, USAGE, Failure, positive, require
 
 NAME = "bench"
 HELP = "time the operators beside every peer that is installed: table, JSON, plots"
@@ -17,7 +17,7 @@ EXAMPLES = (
     "tidegate bench --items P1,BW,D1",
     "tidegate bench --quick                         # a few items, half a minute",
     "tidegate bench --json results.json --plots plots",
-    "tidegate bench --from results.json --plots plots   # draws what was measured before",
+    "tidegate bench --from results.json --plots plots   # shows and draws what was measured before",
 )
 QUICK = "NORM,L2,S1,D1_B1"
 
@@ -36,7 +36,7 @@ def add_arguments(parser):
     parser.add_argument("--markdown", type=Path, help="write the tables")
     parser.add_argument("--plots", type=Path, help="write PNG plots into this folder (needs matplotlib)")
     parser.add_argument("--growth", action="store_true", help="also time prefill and training by length (some minutes)")
-    parser.add_argument("--from", dest="source", type=Path, help="measure nothing: use an earlier --json")
+    parser.add_argument("--from", dest="source", type=Path, help="measure nothing: show an earlier --json")
 
 
 def folder() -> Path:
@@ -50,7 +50,8 @@ def folder() -> Path:
     )
 
 
-def measure(options, target: Path) -> None:
+def measure(options, target: Path) -> int:
+    """Runs the benchmark; its exit code, which is USAGE after a line that says what is wrong with the call."""
     command = [sys.executable, str(folder() / "run.py"), "--threads", str(options.threads), "--json", str(target)]
     if options.markdown:
         command += ["--markdown", str(options.markdown)]
@@ -62,8 +63,9 @@ def measure(options, target: Path) -> None:
         command += ["--items", options.items, "--reps", str(options.reps)]
         command += ["--conditions", options.conditions] if options.conditions else []
     done = subprocess.run([*command, "--engines", options.engines], check=False)
-    if done.returncode:
+    if done.returncode not in (0, USAGE):
         raise Failure(f"the benchmark ended with exit code {done.returncode}", "the lines above say why", MISSING)
+    return done.returncode
 
 
 def growth(threads: int) -> dict:
@@ -79,25 +81,47 @@ def growth(threads: int) -> dict:
     return json.loads(done.stdout)
 
 
+def show(source: Path, markdown: Path | None) -> dict:
+    """Prints what an earlier run measured, and writes its tables; returns it."""
+    if not source.is_file():
+        raise Failure(f"{source}: no such file", "measure first:  tidegate bench --json results.json")
+    import report
+
+    try:
+        document = json.loads(source.read_text())
+        for condition, found in document["conditions"].items():
+            for item in found["items"]:
+                print(report.console(document, condition, item))
+        tables = report.markdown(document)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise Failure(f"{source} is not what --json writes", "measure again:  tidegate bench --json FILE") from None
+    if markdown:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        markdown.write_text(tables)
+    return document
+
+
 def run(options):
     import tempfile
 
     if options.plots:
-        from tidegate.cli.command import require
-
         require("matplotlib", "--plots")
-    with tempfile.TemporaryDirectory() as scratch:
-        target = options.source or options.json or Path(scratch, "bench.json")
-        if options.source is None:
-            measure(options, target)
-        elif not target.is_file():
-            raise Failure(f"{target}: no such file", "measure first:  tidegate bench --json results.json")
-        document = json.loads(target.read_text())
-        if options.growth and options.source is None:
-            document["growth"] = growth(options.threads)
-            target.write_text(json.dumps(document, indent=1) + "\n")
+    for name in ("growth", "json"):
+        if options.source and getattr(options, name):
+            raise Failure(f"--{name} with --from: nothing is measured", "leave one away")
+    sys.path.insert(0, str(folder()))
+    if options.source:
+        document = show(options.source, options.markdown)
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            target = options.json or Path(scratch, "bench.json")
+            if code := measure(options, target):
+                return code
+            document = json.loads(target.read_text())
+            if options.growth:
+                document["growth"] = growth(options.threads)
+                target.write_text(json.dumps(document, indent=1) + "\n")
     if options.plots:
-        sys.path.insert(0, str(folder()))
         import plots
 
         for path in plots.draw(document, options.plots):

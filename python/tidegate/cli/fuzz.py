@@ -45,7 +45,17 @@ def program() -> Path:
     )
 
 
+def check_file(path: Path) -> None:
+    """Without a problem in the file the program would draw random ones."""
+    if not path.is_file():
+        raise Failure(f"--file {path}: no such file", "write one problem a line, as --list prints them")
+    if not any(line and not line.startswith("#") for line in path.read_text(errors="replace").splitlines()):
+        raise Failure(f"--file {path}: expected at least one problem, got none", "write one a line, as --list does")
+
+
 def run(options):
+    if options.file is not None:
+        check_file(options.file)
     command = [str(program()), "--seed", str(options.seed)]
     for name in ("seconds", "count", "isa", "only", "file"):
         if (value := getattr(options, name)) is not None:
