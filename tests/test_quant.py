@@ -178,6 +178,39 @@ def test_quantize_experts_of_a_transformers_model(family):
     assert torch.equal(tiny_models.logits(model, ids), want)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_quantised_model_is_not_saved_as_one_of_transformers(tmp_path, keep):
+    """It would be loaded with random experts. What keeps the int8 weights as they are goes on working."""
+    model = tiny_models.build("qwen3_5_moe", layers=1)
+    ids = tiny_models.tokens(1, 9)
+    want = tiny_models.logits(model, ids)
+    result = tidegate.quantize_experts(model, keep_original=keep)
+    got = tiny_models.logits(model, ids)
+    for one in (model, model.model, copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match="save_pretrained: expected experts that Transformers knows"):
+            one.save_pretrained(tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    loaded.load_state_dict(model.state_dict())
+    assert torch.equal(tiny_models.logits(loaded, ids), got)
+    if keep:
+        result.undo()
+        model.save_pretrained(tmp_path / "model")
+        assert torch.equal(tiny_models.logits(type(model).from_pretrained(tmp_path / "model"), ids), want)
+
+
+def test_adapters_on_quantised_experts_are_saved(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = tiny_models.build("qwen3_5_moe", layers=1)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["out_proj", "o_proj"]))
+    tidegate.quantize_experts(model)
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    with pytest.raises(RuntimeError, match="save_pretrained"):
+        model.get_base_model().save_pretrained(tmp_path / "model")
+
+
 def test_quantize_experts_refuses_what_it_cannot_run():
     model = Model()
     model.layers[1]["experts"].act_fn = nn.GELU()

@@ -139,11 +139,20 @@ def _bytes(module):
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
 
 
+def _refuse_to_save(*args, **kwargs):
+    """Stands in for save_pretrained. Of this module, so that torch.save and copies find it."""
+    raise RuntimeError(
+        "save_pretrained: expected experts that Transformers knows, got int8 ones of tidegate.quantize_experts, which "
+        "would be loaded as experts that were never trained: save before quantising, or after undo()"
+    )
+
+
 @dataclasses.dataclass
 class QuantizedModel:
     """What quantize_experts has replaced."""
 
     modules: list  # (parent, attribute, name in the model, original or None)
+    unsaved: list = dataclasses.field(default_factory=list)  # modules whose save_pretrained refuses
     bytes_before: int = 0
     bytes_after: int = 0
 
@@ -153,7 +162,9 @@ class QuantizedModel:
             if original is None:
                 raise RuntimeError(f"quantize_experts: {name}: the original was not kept: use keep_original=True")
             setattr(parent, attribute, original)
-        self.modules = []
+        for module in self.unsaved:
+            del module.save_pretrained
+        self.modules, self.unsaved = [], []
 
     def __str__(self):
         kept = any(original is not None for *_, original in self.modules)
@@ -169,6 +180,7 @@ def quantize_experts(model: nn.Module, *, keep_original: bool = False) -> Quanti
 
     For inference: a call that wants a gradient raises. Router, shared expert, norms and attention stay as they are.
     keep_original=True allows undo() and keeps both copies in memory. print() of the result says what memory it took.
+    save_pretrained raises from then on: no release of Transformers could load the result.
     """
     found = []
     for path, parent in model.named_modules():
@@ -191,4 +203,10 @@ def quantize_experts(model: nn.Module, *, keep_original: bool = False) -> Quanti
         result.modules.append((parent, attribute, name, child if keep_original else None))
         found[i] = None  # one module's weights at a time are in memory twice
         del child
+    for module in model.modules():
+        # One of PEFT saves its adapters alone. What somebody else put in the place of save_pretrained is left to him.
+        if hasattr(type(module), "save_pretrained") and not hasattr(module, "get_base_model"):
+            if "save_pretrained" not in module.__dict__:
+                module.save_pretrained = _refuse_to_save
+                result.unsaved.append(module)
     return result
