@@ -230,6 +230,18 @@ def billion():
     return model
 
 
+@pytest.mark.parametrize("function", [tidegate.check, tidegate.check_isolation])
+def test_a_model_without_weights_is_an_error(function):
+    model = tiny_models.build("qwen3_5", layers=1).to("meta")
+    with pytest.raises(ValueError, match=f"{function.__name__}: model: expected weights, got none: .*meta device"):
+        function(model)
+
+
+def test_isolation_names_an_unknown_input():
+    with pytest.raises(ValueError, match="check_isolation: inputs: expected names from position_ids, .*, got 'foo'"):
+        tidegate.check_isolation(tiny_models.build("qwen3_5", layers=1), inputs=("position_ids", "foo"))
+
+
 @pytest.mark.slow
 def test_a_billion_parameters_take_seconds():
     model = billion()

@@ -260,3 +260,13 @@ def test_modules_that_are_not_supported_are_refused(flag, value, text):
     assert moe.why_not(module) == text
     with pytest.raises(ValueError, match=text):
         moe.experts_forward(module, torch.randn(2, 64), torch.zeros(2, 2, dtype=torch.int64), torch.rand(2, 2))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_list_in_place_of_a_tensor(trains):
+    gate_up, down = torch.randn(2, 8, 8, requires_grad=trains), torch.randn(2, 8, 4)
+    arguments = [torch.randn(3, 8), torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2), gate_up, down]
+    for i, name in enumerate(("x", "ids", "weights", "gate_up", "down")):
+        wrong = [a.tolist() if j == i else a for j, a in enumerate(arguments)]
+        with pytest.raises(TypeError, match=f"moe_experts.*: {name}: expected type Tensor, got type list"):
+            tidegate.moe_experts(*wrong)

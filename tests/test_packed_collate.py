@@ -44,6 +44,9 @@ def test_labels_are_not_changed_in_place():
 
 FIELDS = "; expected input_ids and, if there are any, labels and attention_mask"
 WRONG = [
+    ({"input_ids": [1]}, {}, "pack: samples: expected a list of samples, got dict"),
+    (5, {}, "pack: samples: expected a list of samples, got int"),
+    (["text"], {}, "samples[0].input_ids: expected one row of tokens, got str"),
     ([], {}, "samples: expected at least one, got none"),
     ([[], []], {}, "samples: expected at least one token, got 2 empty samples"),
     ([{"labels": [1]}], {}, "samples[0] has no input_ids" + FIELDS),

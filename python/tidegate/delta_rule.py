@@ -20,7 +20,7 @@ def chunk_size() -> int:
 
 def _trains(*tensors):
     """Whether a backward may follow: then the forward leaves it some states."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
 
 
 def chunk_gated_delta_rule(

@@ -115,6 +115,10 @@ def check_isolation(
     arguments that describe the packing (default: all that tidegate.pack makes, or position_ids if the model refuses);
     `arguments` are the others of the packed call, as your training passes them (default: use_cache=False).
     """
+    run.require_weights("check_isolation", model)
+    unknown = [name for name in inputs or () if name not in METADATA]
+    if unknown:
+        raise ValueError(f"check_isolation: inputs: expected names from {', '.join(METADATA)}, got {unknown[0]!r}")
     report = Report(f"isolation of packed samples of {', '.join(map(str, lengths))} tokens")
     with run.undisturbed(model, seed):
         packed = Packed(model, list(lengths), inputs, arguments)

@@ -77,6 +77,7 @@ def check(model: torch.nn.Module, *, seed: int = 0, show: bool = True) -> Report
     """
     handle = original.handle_of(model)
     with run.undisturbed(model, seed), shortened(model) as note:
+        run.require_weights("check", model)
         report = Report(f"{type(model).__name__}, {'patched' if handle else 'not patched'}{note}")
         limit = run.limit_of(model)
         packed = isolation.Packed(model, list(LENGTHS))

@@ -23,6 +23,13 @@ def vocabulary(model):
     return model.get_input_embeddings().weight.shape[0]
 
 
+def require_weights(op, model):
+    """Fails for a model without weights. A hook of accelerate brings those that are offloaded, and meta until then."""
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None and not any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError(f"{op}: model: expected weights, got none: {empty} is on the meta device")
+
+
 def limit_of(model):
     """The limit for the narrowest floating type among the parameters."""
     return max(LIMITS.get(parameter.dtype, 5e-2) for parameter in model.parameters())

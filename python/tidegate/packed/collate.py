@@ -12,7 +12,10 @@ FIELDS = ("input_ids", "labels", "attention_mask")
 
 def _ids(values, name):
     """One sample's field as int64 [L]."""
-    tensor = values if isinstance(values, torch.Tensor) else torch.as_tensor(values)
+    try:
+        tensor = values if isinstance(values, torch.Tensor) else torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise PackedInputError(f"{name}: expected one row of tokens, got {type(values).__name__}") from None
     if tensor.dim() == 2 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.dim() != 1:
@@ -59,6 +62,8 @@ def pack(
     and _k. The label of each sample's first token is ignore_index, so that no sample is predicted from another. Empty
     samples stay empty sequences. More than max_tokens tokens are an error.
     """
+    if hasattr(samples, "keys") or not isinstance(samples, Iterable):
+        raise PackedInputError(f"pack: samples: expected a list of samples, got {type(samples).__name__}")
     samples = list(samples)
     if not samples:
         raise PackedInputError("samples: expected at least one, got none")
