@@ -100,6 +100,21 @@ def test_a_full_disk_leaves_the_last_save_whole(run, arguments, tmp_path, monkey
         weight(tmp_path / "out")
 
 
+def test_a_save_on_the_way_that_fails_does_not_end_the_training(run, arguments, tmp_path, monkeypatch):
+    real, calls = saving.save, []
+
+    def save(*parts):
+        calls.append(parts)
+        if len(calls) == 1:
+            raise saving.Failure("no room", "make some")
+        real(*parts)
+
+    monkeypatch.setattr(saving, "save", save)
+    code, _, err = run(*arguments, "--save-every", 2)
+    assert code == 0 and "not saved after step 2: no room" in err and len(calls) == 3
+    weight(tmp_path / "out")
+
+
 def test_a_save_that_cannot_be_renamed_takes_the_first_one_back(tmp_path, monkeypatch):
     class Part:
         def __init__(self, text):

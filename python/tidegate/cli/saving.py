@@ -78,7 +78,7 @@ def save(output: Path, *parts) -> None:
             before = "what was saved before is whole" if output.exists() else "nothing is saved"
             raise Failure(
                 f"--output {output}: cannot save: {first_line(error)}",
-                f"{before}; make room or name another folder, and train again",
+                f"{before}; make room, or name another folder",
                 MISSING,
             ) from None
         shutil.rmtree(old, ignore_errors=True)

@@ -226,7 +226,10 @@ def train(options, model, handle, samples, tokens, output):
                 bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
                 bar.update()
                 if options.save_every and step % options.save_every == 0 and step < total:
-                    save()
+                    try:
+                        save()
+                    except command.Failure as error:  # there is time to make room until the next one
+                        bar.write(f"tidegate: not saved after step {step}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         if losses:
             save()
