@@ -144,8 +144,8 @@ Tensor window(std::int64_t buffer, std::int64_t rows, std::int64_t width, Scalar
 }
 
 // What is known of the received rows: how many each local expert has, the local expert and the weight of each, where it
-// came from; and of my pairs: the rank and the row there.
-using Description = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+// came from; and of my pairs: the rank and the row there; tokens of every rank; my ids.
+using Description = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 Description describe(std::int64_t handle) {
   const ep::HandlePtr h = handles.get("handle", handle);
   const auto count = static_cast<std::int64_t>(h->expert_rows.size());
@@ -162,12 +162,13 @@ Description describe(std::int64_t handle) {
           tensor_of(h->row_pair, {h->rows}, ScalarType::Int),
           tensor_of(h->rank, {h->tokens, h->slots}, ScalarType::Int),
           tensor_of(h->place, {h->tokens, h->slots}, ScalarType::Int),
-          tensor_of(h->source_tokens, {static_cast<std::int64_t>(h->source_tokens.size())}, ScalarType::Long)};
+          tensor_of(h->source_tokens, {static_cast<std::int64_t>(h->source_tokens.size())}, ScalarType::Long),
+          tensor_of(h->ids, {h->tokens, h->slots}, ScalarType::Int)};
 }
 
 std::tuple<Tensor, Tensor> combine(std::int64_t buffer, Optional y, std::int64_t handle, bool weighted,
                                    Optional weights, Optional shared_x, Optional row_values, Optional ori_x,
-                                   Optional alpha1, Optional alpha2, Optional v) {
+                                   Optional alpha1, Optional alpha2, Optional v, bool needs_backward) {
   constexpr std::string_view op = "ep_combine";
   const ep::HandlePtr h = handles.get("handle", handle);
   const TensorView yv = dense(op, "y", y);
@@ -180,6 +181,7 @@ std::tuple<Tensor, Tensor> combine(std::int64_t buffer, Optional y, std::int64_t
   o.alpha1 = view(op, "alpha1", alpha1);
   o.alpha2 = view(op, "alpha2", alpha2);
   o.v = dense(op, "v", v);
+  o.needs_backward = needs_backward;
   const ScalarType type = yv.defined() ? scalar_type(yv.dtype) : ScalarType::Float;
   Tensor out = yv.rank == 2 ? empty({h->tokens, yv.sizes[1]}, type) : nothing(type);
   Tensor values = o.row_values.defined() ? empty({h->tokens, h->slots}, ScalarType::Float) : nothing(ScalarType::Float);
@@ -201,7 +203,7 @@ Tensor collect(std::int64_t buffer, Tensor y, std::int64_t handle) {
 // The whole layer without gradients: experts read the rows where the other ranks left them, and write their results
 // where the other ranks look for them.
 Tensor experts(std::int64_t buffer, Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down,
-               std::string weight_axes, Optional shared_x) {
+               std::string weight_axes, Optional shared_x, Optional alpha1, Optional alpha2, Optional v) {
   constexpr std::string_view op = "ep_experts";
   const auto b = buffers.get("buffer", buffer);
   const TensorView xv = dense(op, "x", x);
@@ -225,6 +227,10 @@ Tensor experts(std::int64_t buffer, Tensor x, Tensor ids, Tensor weights, Tensor
   moe_experts_fwd(in, y, {parse_weight_axes(op, weight_axes), false, ExpertIds::kPlain, true});
   ep::CombineOptions o;
   o.shared_x = dense(op, "shared_x", shared_x);
+  o.ori_x = xv;
+  o.alpha1 = view(op, "alpha1", alpha1);
+  o.alpha2 = view(op, "alpha2", alpha2);
+  o.v = dense(op, "v", v);
   b->combine(y, *h, view(op, "out", out), o);
   return out;
 }
@@ -247,14 +253,15 @@ STABLE_TORCH_LIBRARY(tidegate_ep, m) {
   m.def("expand(int buffer, int handle, int width, ScalarType dtype) -> (Tensor, Tensor)");
   m.def("expand_out(int buffer, int handle, Tensor(a!) out) -> ()");
   m.def("window(int buffer, int rows, int width, ScalarType dtype) -> Tensor");
-  m.def("describe(int handle) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("describe(int handle) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "combine(int buffer, Tensor? y, int handle, bool weighted, Tensor? weights, Tensor? shared_x, "
-      "Tensor? row_values, Tensor? ori_x, Tensor? alpha1, Tensor? alpha2, Tensor? v) -> (Tensor, Tensor)");
+      "Tensor? row_values, Tensor? ori_x, Tensor? alpha1, Tensor? alpha2, Tensor? v, bool needs_backward) -> "
+      "(Tensor, Tensor)");
   m.def("collect(int buffer, Tensor y, int handle) -> Tensor");
   m.def(
       "experts(int buffer, Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str weight_axes, "
-      "Tensor? shared_x) -> Tensor");
+      "Tensor? shared_x, Tensor? alpha1, Tensor? alpha2, Tensor? v) -> Tensor");
 }
 
 // Some take no tensor, so no backend key would find them.

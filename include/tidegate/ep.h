@@ -90,7 +90,7 @@ struct DispatchOptions {
 };
 
 struct CombineOptions {
-  bool weighted = true;   // false: a plain sum
+  bool weighted = true;   // false: a plain sum of the rows that travelled, which is the gradient of a dispatch
   TensorView weights{};   // [T,K]; default: those given to dispatch, else 1
   TensorView shared_x{};  // [T,H], added with weight 1 after the slots
   // For every received row one fp32 number goes back beside it: row_values [rows] -> pair_values [T,K], 0 where a pair
@@ -98,6 +98,7 @@ struct CombineOptions {
   TensorView row_values{}, pair_values{};
   // Of special experts: the tokens, and for const experts alpha1, alpha2 [n] and v [n,H].
   TensorView ori_x{}, alpha1{}, alpha2{}, v{};
+  bool needs_backward = false;  // as in DispatchOptions
 };
 
 class Group;

@@ -36,6 +36,10 @@ bool has_ids_from(const Handle& h, std::int64_t first) {
 
 void check_special(const Group& g, const TensorView& y, const Handle& h, const CombineOptions& o) {
   const Config& c = g.config;
+  if (!o.weighted) {
+    check(!o.ori_x.defined(), kOp, ": ori_x: expected none in a plain sum, got a tensor");
+    return;
+  }
   const std::int64_t first_copy = c.experts + c.zero_experts;
   if (has_ids_from(h, first_copy)) {
     check_like_tokens({"ori_x", o.ori_x}, y, h.tokens);
@@ -70,7 +74,7 @@ class TokenRows {
       const float w = weights_ != nullptr ? weights_[p] : 1.0f;
       if (h_.rank[i] >= 0) {
         add(result_row(g_, h_.rank[i], h_.place[i], row_bytes_), w);
-      } else if (h_.ids[i] >= g_.config.experts) {
+      } else if (o_.weighted && h_.ids[i] >= g_.config.experts) {
         add_special(t, h_.ids[i] - g_.config.experts - g_.config.zero_experts, w);
       }
     }
@@ -210,7 +214,9 @@ void Buffer::combine(const TensorView& y, const Handle& h, const TensorView& out
       reinterpret_cast<float*>(slot + g.layout.values)[j] = o.row_values.as<const float>()[j * o.row_values.strides[0]];
     }
     g.signature = 0;
-    g.exchange(kOp, Op::kCombine, terms_of(Op::kCombine, y, h, o.row_values.defined()), h.tokens);
+    Terms terms = terms_of(Op::kCombine, y, h, o.row_values.defined());
+    terms.field[5] = o.needs_backward ? 1 : 0;
+    g.exchange(kOp, Op::kCombine, terms, h.tokens);
     if (y.defined()) {
       sum_tokens(g, h, out, weights, o);
     }

@@ -256,6 +256,9 @@ TEST(Ep, SpecialExpertsStayAtHome) {
         EXPECT_NEAR(out.get(t * 9 + c), total, 1e-5);
       }
     }
+    // A plain sum is one of rows that travelled: here those of slot 3.
+    buffer->combine(rows, *h, out, {.weighted = false});
+    EXPECT_TRUE(same_bits(out, x));
   });
 }
 

@@ -224,6 +224,11 @@ TEST(EpFailure, RanksThatDisagree) {
         b.combine(s.rows, *s.handle, s.out);
       },
       [](Buffer& b, const EpProblem& p) { dispatched(b, p), dispatched(b, p); }, "operator is ");
+  const auto combined = [](Buffer& b, const EpProblem& p) {
+    Step s = dispatched(b, p);
+    b.combine(s.rows, *s.handle, s.out, {.needs_backward = b.rank() == 1});
+  };
+  expect_disagreement(combined, combined, "needs_backward is ");
 }
 
 TEST(EpFailure, ConfigurationsThatDisagree) {

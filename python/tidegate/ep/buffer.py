@@ -68,6 +68,7 @@ class Handle:
         "rank",  # int32 [T,K]: the rank that holds the expert of a pair, -1 if it did not travel
         "place",  # int32 [T,K]: the row there
         "source_tokens",  # int64 [ranks]
+        "ids",  # int32 [T,K]: those given to dispatch, -1 where a mask said so
     )
 
     def __init__(self, number: int, rows: int, width: int, dtype: torch.dtype, weights: torch.Tensor | None) -> None:
@@ -111,6 +112,7 @@ class Buffer:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.ranks = 1 if self.group is None else dist.get_world_size(self.group)
         self.experts, self.slots, self.row_bytes, self.max_tokens = experts, slots, row_bytes, max_tokens
+        self.zero_experts, self.copy_experts, self.const_experts = zero_experts, copy_experts, const_experts
         even = [r * experts // self.ranks for r in range(self.ranks + 1)]
         self.expert_begin = even if expert_begin is None else list(expert_begin)
         numbers = [experts, slots, max_tokens, row_bytes, zero_experts, copy_experts, const_experts]
@@ -197,10 +199,11 @@ class Buffer:
         alpha1: torch.Tensor | None = None,
         alpha2: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
+        needs_backward: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [T,H], pair_values [T,K]); the second is empty without row_values."""
         tensors = (weights, shared_x, row_values, ori_x, alpha1, alpha2, v)
-        return call("combine", self.number, y, handle.number, weighted, *tensors)
+        return call("combine", self.number, y, handle.number, weighted, *tensors, needs_backward)
 
     def collect(self, y: torch.Tensor, handle: Handle) -> torch.Tensor:
         """The rows of y by pair, unsummed: [T*K,H]."""

@@ -9,12 +9,28 @@ import torch
 
 from tidegate.ep.buffer import Buffer, Handle, call
 from tidegate.ep.nodes import NodesBuffer, NodesHandle
+from tidegate.ep.special import special_bwd
 
 tidegate_ops = torch.ops.tidegate
 
 
 def _wants_grad(*tensors):
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _named(special):
+    """Tensors of special experts by name, those that were given."""
+    names = ("ori_x", "alpha1", "alpha2", "v")
+    return {name: t for name, t in zip(names, special, strict=True) if t is not None}
+
+
+def _gives_back_tokens(buffer):
+    return isinstance(buffer, Buffer) and buffer.copy_experts + buffer.const_experts > 0
+
+
+def _check_special(op, buffer, special):
+    for name in _named(special) if not isinstance(buffer, Buffer) else ():
+        raise ValueError(f"{op}: {name}: expected none between nodes, got a tensor")
 
 
 class _Dispatch(torch.autograd.Function):
@@ -32,28 +48,29 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, buffer, handle, y, weights, shared_x, rows):
+    def forward(ctx, buffer, handle, y, weights, shared_x, rows, *special):
         ctx.buffer, ctx.handle = buffer, handle
-        ctx.save_for_backward(y if ctx.needs_input_grad[3] else None)
+        ctx.save_for_backward(y if ctx.needs_input_grad[3] else None, *special)
         ctx.weights_dtype = None if weights is None else weights.dtype
-        return buffer.combine(y, handle, shared_x=shared_x)[0]
+        return buffer.combine(y, handle, shared_x=shared_x, needs_backward=True, **_named(special))[0]
 
     @staticmethod
     def backward(ctx, dout):
-        buffer, handle = ctx.buffer, ctx.handle
-        (y,) = ctx.saved_tensors
-        d = buffer.redispatch(dout.contiguous(), handle)
+        buffer, handle, dout = ctx.buffer, ctx.handle, dout.contiguous()
+        y, *special = ctx.saved_tensors
+        d = buffer.redispatch(dout, handle)
         places = torch.arange(handle.rows, dtype=torch.int32)[:, None]
         dy, dw = tidegate_ops.moe_unpermute_bwd(d, d if y is None else y, places, handle.row_weights)
-        dweights = None
-        if y is not None:
-            dweights = buffer.combine(None, handle, row_values=dw.view(-1))[1].to(ctx.weights_dtype)
-        return None, None, dy, dweights, dout if ctx.needs_input_grad[4] else None, None
+        dweights = buffer.combine(None, handle, row_values=dw.view(-1))[1] if y is not None else None
+        *dspecial, of_special = (None,) * 5 if special[0] is None else special_bwd(buffer, handle, dout, *special)
+        if dweights is not None:
+            dweights = (dweights if of_special is None else dweights + of_special).to(ctx.weights_dtype)
+        return None, None, dy, dweights, dout if ctx.needs_input_grad[4] else None, None, *dspecial
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, buffer, x, ids, weights, gate_up, down, weight_axes, trains):
+    def forward(ctx, buffer, x, ids, weights, gate_up, down, weight_axes, trains, *special):
         # trains: needs_input_grad does not know of torch.no_grad(), and grad mode is off in here
         handle = buffer.dispatch(x, ids, weights, needs_backward=trains)
         rows = buffer.expand(handle)
@@ -62,31 +79,42 @@ class _Experts(torch.autograd.Function):
         y, hidden = tidegate_ops.moe_experts_fwd(
             rows, handle.row_expert, ones, gate_up, down, round_y=True, save_hidden=trains, **options
         )
-        ctx.save_for_backward(rows, gate_up, down, hidden if hidden.dim() == 3 else None)
+        special = (x if _gives_back_tokens(buffer) else None, *special)
+        ctx.save_for_backward(rows, gate_up, down, hidden if hidden.dim() == 3 else None, *special)
         ctx.buffer, ctx.handle, ctx.options, ctx.weights_dtype = buffer, handle, options, weights.dtype
-        return buffer.combine(y, handle)[0]
+        return buffer.combine(y, handle, **_named(special))[0]
 
     @staticmethod
     def backward(ctx, dout):
-        buffer, handle = ctx.buffer, ctx.handle
-        rows, gate_up, down, hidden = ctx.saved_tensors
+        buffer, handle, dout = ctx.buffer, ctx.handle, dout.contiguous()
+        rows, gate_up, down, hidden, *special = ctx.saved_tensors
         _, dx_wanted, _, *wanted = ctx.needs_input_grad
-        d = buffer.redispatch(dout.contiguous(), handle)
+        d = buffer.redispatch(dout, handle)
         # Always the gradient of the weights: one number a row, and so every rank makes the same exchange.
         needs = dx_wanted | 2 | wanted[1] << 2 | wanted[2] << 3
         drows, dw, dgate_up, ddown, *_ = tidegate_ops.moe_experts_bwd(
             d, rows, handle.row_expert, handle.row_weights, gate_up, down, hidden=hidden, needs=needs, **ctx.options
         )
-        dx, dweights = buffer.combine(drows if dx_wanted else None, handle, weighted=False, row_values=dw.view(-1))
+        at_home, *dspecial, of_special = (
+            (None,) * 4 + (0,) if special[0] is None else special_bwd(buffer, handle, dout, *special)
+        )
+        dx, dweights = buffer.combine(
+            drows if dx_wanted else None,
+            handle,
+            weighted=False,
+            shared_x=at_home if dx_wanted else None,
+            row_values=dw.view(-1),
+        )
         return (
             None,
             dx if dx_wanted else None,
             None,
-            dweights.to(ctx.weights_dtype) if wanted[0] else None,
+            (dweights + of_special).to(ctx.weights_dtype) if wanted[0] else None,
             dgate_up if wanted[1] else None,
             ddown if wanted[2] else None,
             None,
             None,
+            *dspecial,
         )
 
 
@@ -118,16 +146,21 @@ def combine(
     handle: Handle | NodesHandle,
     shared_x: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
+    ori_x: torch.Tensor | None = None,
+    alpha1: torch.Tensor | None = None,
+    alpha2: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[t] = sum over k of weights[t,k] * y[row of (t,k)] + shared_x[t], in order of k, in fp32, rounded once.
 
     rows: what dispatch returned. Experts that leave their input alone when there is none break the graph on one rank
-    only; with it the graph holds.
+    only; with it the graph holds. ori_x [T,H], alpha1, alpha2 [n], v [n,H]: of special experts.
     """
-    weights = handle.weights
-    if not _wants_grad(y, weights, shared_x, rows):
-        return buffer.combine(y, handle, shared_x=shared_x)[0]
-    return _Combine.apply(buffer, handle, y, weights, shared_x, rows)
+    weights, special = handle.weights, (ori_x, alpha1, alpha2, v)
+    _check_special("ep_combine", buffer, special)
+    if not _wants_grad(y, weights, shared_x, rows, *special):
+        return buffer.combine(y, handle, shared_x=shared_x, **_named(special))[0]
+    return _Combine.apply(buffer, handle, y, weights, shared_x, rows, *special)
 
 
 def experts(
@@ -139,15 +172,20 @@ def experts(
     down: torch.Tensor,
     *,
     weight_axes: str = "nk",
+    alpha1: torch.Tensor | None = None,
+    alpha2: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The experts of all ranks on the tokens of this one: out [T,H].
 
     x [T,H], ids and weights [T,K] with ids of all experts; gate_up [local experts, 2I, H] and down
-    [local experts, H, I] are those of this rank. Any number of processes gives the bits of one, in out and in all
-    gradients: an expert sees its tokens in the order of ranks, and results are rounded to x's type before they are
-    summed, as tidegate.moe_experts(..., round_y=True) does.
+    [local experts, H, I] are those of this rank; alpha1, alpha2 [n] and v [n,H] of const experts. Any number of
+    processes gives the bits of one, in out and in all gradients: an expert sees its tokens in the order of ranks, and
+    results are rounded to x's type before they are summed, as tidegate.moe_experts(..., round_y=True) does.
     """
-    trains = _wants_grad(x, weights, gate_up, down)
+    special = (alpha1, alpha2, v)
+    _check_special("ep_experts", buffer, (None, *special))
+    trains = _wants_grad(x, weights, gate_up, down, *special)
     if trains or not isinstance(buffer, Buffer):  # over several nodes there is no other way
-        return _Experts.apply(buffer, x, ids, weights, gate_up, down, weight_axes, trains)
-    return call("experts", buffer.number, x, ids, weights, gate_up, down, weight_axes, None)
+        return _Experts.apply(buffer, x, ids, weights, gate_up, down, weight_axes, trains, *special)
+    return call("experts", buffer.number, x, ids, weights, gate_up, down, weight_axes, None, *special)

@@ -189,8 +189,8 @@ class NodesBuffer:
             first += int(pairs.sum())
         return self._sum(back, pos, weights, shared_x)
 
-    def _fast(self, y, handle, weighted, shared_x):
-        rows = self.local.combine(y, handle.inner, weighted=weighted)[0]
+    def _fast(self, y, handle, weighted, shared_x, needs_backward):
+        rows = self.local.combine(y, handle.inner, weighted=weighted, needs_backward=needs_backward)[0]
         back = self._all_to_all(rows, handle.received, [len(t) for t in handle.sent])
         pos = torch.full((handle.tokens, self.ranks), -1, dtype=torch.int32)
         first = 0
@@ -216,6 +216,7 @@ class NodesBuffer:
         weights: torch.Tensor | None = None,
         shared_x: torch.Tensor | None = None,
         row_values: torch.Tensor | None = None,
+        needs_backward: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [T,H], pair_values [T,K]), as Buffer.combine; in fast mode weights are those given to dispatch."""
         if weights is not None and self.mode == "fast":
@@ -227,6 +228,6 @@ class NodesBuffer:
             out = (
                 self._exact(y, handle, used, shared_x)
                 if self.mode == "exact"
-                else self._fast(y, handle, weighted, shared_x)
+                else self._fast(y, handle, weighted, shared_x, needs_backward)
             )
         return out, self._values(row_values, handle) if row_values is not None else torch.empty(0)
