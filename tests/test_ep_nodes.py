@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from compare import error
 from ep_ranks import run_ranks
 
 import tidegate
+from tidegate.errors import ExpertParallelError
 
 pytestmark = pytest.mark.skipif(tidegate.isa() == "fallback", reason="needs the native library")
 E, K, H, WIDTH = 10, 4, 24, 8
@@ -45,6 +47,33 @@ def layer(rank, ranks, nodes, counts, dtype, mode):
     torch.testing.assert_close(shared, plain + x[own], rtol=2e-2, atol=2e-2)
     sent = sum(len(tokens) for r, tokens in enumerate(handle.sent) if nodes[r] != nodes[rank])
     return [out.detach(), *[t.grad for t in given]], sent
+
+
+def int8(rank, ranks, nodes, counts):
+    """Rows as int8: dispatch, their sums, and those of one process."""
+    sizes = dict(experts=E, slots=K, row_bytes=4 * H)
+    alone = tidegate.ep.Buffer([dist.new_group([r]) for r in range(ranks)][rank], max_tokens=sum(counts), **sizes)
+    buffer = tidegate.ep.NodesBuffer(max_tokens=max(counts), node=nodes[rank], **sizes)
+    ids, (x, weights, *_), _ = make(counts, torch.bfloat16)
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    results = []
+    for b, tokens in ((buffer, own), (alone, slice(None))):
+        handle = b.dispatch(x[tokens], ids[tokens], weights[tokens], int8=True)
+        rows, scales = b.expand(handle)
+        assert rows.dtype == torch.int8 and scales.shape == (handle.rows,)
+        y = rows * scales[:, None] * (handle.row_expert + b.expert_begin[b.rank] + 1)
+        results.append(b.combine(y, handle)[0])
+    assert results[1].abs().max() > 1
+    assert torch.equal(results[0], results[1][own])
+    # What decides the sizes of everything that travels must be equal on all ranks.
+    with pytest.raises(ExpertParallelError, match="disagree: bytes of a row is "):
+        buffer.dispatch(x[own], ids[own], int8=rank == 1)
+    with pytest.raises(ExpertParallelError, match="disagree: slots is "):
+        buffer.dispatch(x[own], ids[own, : 2 if rank == 0 else 3], int8=True)
+
+
+def test_int8_rows_over_nodes(tmp_path):
+    run_ranks(4, tmp_path / "ranks", int8, ["a", "b", "a", "b"], [7, 0, 5, 2])
 
 
 CASES = [

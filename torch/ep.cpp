@@ -98,8 +98,9 @@ Tensor waited(std::int64_t buffer) {
 }
 
 ep::DispatchOptions dispatch_options(std::string_view op, const Optional& weights, const Optional& mask, bool int8,
-                                     bool needs_backward) {
+                                     bool needs_backward, const Optional& x_scale = std::nullopt) {
   ep::DispatchOptions o;
+  o.x_scale = view(op, "x_scale", x_scale);
   o.weights = view(op, "weights", weights);
   o.mask = view(op, "mask", mask);
   o.int8 = int8;
@@ -109,11 +110,11 @@ ep::DispatchOptions dispatch_options(std::string_view op, const Optional& weight
 
 // The handle, and how many rows came.
 std::tuple<std::int64_t, std::int64_t> dispatch(std::int64_t buffer, Tensor x, Tensor ids, Optional weights,
-                                                Optional mask, bool int8, bool needs_backward) {
+                                                Optional mask, bool int8, bool needs_backward, Optional x_scale) {
   constexpr std::string_view op = "ep_dispatch";
   const ep::HandlePtr h = buffers.get("buffer", buffer)
                               ->dispatch(dense(op, "x", x), view(op, "ids", ids),
-                                         dispatch_options(op, weights, mask, int8, needs_backward));
+                                         dispatch_options(op, weights, mask, int8, needs_backward, x_scale));
   return {handles.add(h), h->rows};
 }
 void redispatch(std::int64_t buffer, Tensor x, std::int64_t handle) {
@@ -247,8 +248,8 @@ STABLE_TORCH_LIBRARY(tidegate_ep, m) {
   m.def("node_id(str configured) -> str");
   m.def("waited(int buffer) -> Tensor");
   m.def(
-      "dispatch(int buffer, Tensor x, Tensor ids, Tensor? weights, Tensor? mask, bool int8, bool needs_backward) "
-      "-> (int, int)");
+      "dispatch(int buffer, Tensor x, Tensor ids, Tensor? weights, Tensor? mask, bool int8, bool needs_backward, "
+      "Tensor? x_scale) -> (int, int)");
   m.def("redispatch(int buffer, Tensor x, int handle) -> ()");
   m.def("expand(int buffer, int handle, int width, ScalarType dtype) -> (Tensor, Tensor)");
   m.def("expand_out(int buffer, int handle, Tensor(a!) out) -> ()");

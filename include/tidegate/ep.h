@@ -86,6 +86,7 @@ struct DispatchOptions {
   TensorView weights{};         // [T,K]: routing weights, travel with the tokens
   TensorView mask{};            // bool [T] or [T,K]: false does not travel, as id -1
   bool int8 = false;            // rows travel as int8 with one scale a token (see quantize in quant.h)
+  TensorView x_scale{};         // fp32 [T], with int8: x is int8 already, and these are its scales
   bool needs_backward = false;  // must be equal on all ranks: a rank without backward would hang the others
 };
 

@@ -40,14 +40,18 @@ class NodesBuffer {
   std::int64_t nodes() const { return static_cast<std::int64_t>(partners_.size()); }
   std::int64_t first_expert() const, local_experts() const;
 
-  NodesHandlePtr dispatch(const TensorView& x, const TensorView& ids, const TensorView& weights = {});
+  // int8: as in DispatchOptions; a token is quantised once, by its own rank.
+  NodesHandlePtr dispatch(const TensorView& x, const TensorView& ids, const TensorView& weights = {},
+                          bool int8 = false);
   // As of Buffer, for the rows of handle.inner.
-  void expand(const NodesHandle& handle, const TensorView& out) const;
+  void expand(const NodesHandle& handle, const TensorView& out, const TensorView& scales = {}) const;
   TensorView window_rows(std::int64_t rows, std::int64_t width, DType dtype) const;
   // out[t] = sum over k of weights[t,k] y, in fp32, in order of k (kFast: of nodes).
   void combine(const TensorView& y, const NodesHandle& handle, const TensorView& out);
 
  private:
+  std::vector<std::int64_t> exchange_counts(const std::vector<std::int64_t>& sent, std::int64_t slots,
+                                            std::int64_t row_bytes, bool int8);
   std::vector<char> exchange(const std::vector<char>& send, const std::vector<std::int64_t>& sent,
                              const std::vector<std::int64_t>& received, std::int64_t item_bytes);
 

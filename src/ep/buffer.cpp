@@ -18,9 +18,18 @@ namespace {
 
 std::int64_t all_experts(const Config& c) { return c.experts + c.zero_experts + c.copy_experts + c.const_experts; }
 
-void check_tokens(std::string_view op, const Group& g, const TensorView& x) {
+void check_tokens(std::string_view op, const Group& g, const TensorView& x, const DispatchOptions& o = {}) {
   check_rank(op, {"x", x}, 2);
-  check_data_type(op, {"x", x});
+  if (o.x_scale.defined()) {
+    check(o.int8, op, ": x_scale: expected none without int8, got a tensor");
+    check_dtype(op, {"x", x}, DType::kI8);
+    check_shape(op, {"x_scale", o.x_scale}, {x.sizes[0]});
+    check_dtype(op, {"x_scale", o.x_scale}, DType::kF32);
+  } else if (o.int8) {
+    check_kernel_type(op, {"x", x});
+  } else {
+    check_data_type(op, {"x", x});
+  }
   check_inner_stride(op, {"x", x});
   check_row_bytes(op, g, {"x", x});
   if (x.sizes[0] > g.config.max_tokens) [[unlikely]] {
@@ -67,12 +76,16 @@ void write_pairs(const Group& g, const Handle& h, char* slot) {
   }
 }
 
-void write_tokens(const Group& g, const TensorView& x, bool int8, char* slot) {
-  const TensorView rows = window_view(g, slot, x.sizes[0], x.sizes[1], int8 ? DType::kI8 : x.dtype);
-  if (int8) {
-    quantize(x, rows, contiguous(slot + g.layout.scales, DType::kF32, {x.sizes[0]}));
-  } else {
-    copy_rows(x, rows);
+void write_tokens(const Group& g, const TensorView& x, const DispatchOptions& o, char* slot) {
+  const TensorView rows = window_view(g, slot, x.sizes[0], x.sizes[1], o.int8 ? DType::kI8 : x.dtype);
+  const TensorView scales = contiguous(slot + g.layout.scales, DType::kF32, {x.sizes[0]});
+  if (o.int8 && !o.x_scale.defined()) {
+    quantize(x, rows, scales);
+    return;
+  }
+  copy_rows(x, rows);
+  for (std::int64_t t = 0; o.x_scale.defined() && t < x.sizes[0]; ++t) {
+    scales.as<float>()[t] = o.x_scale.as<const float>()[t * o.x_scale.strides[0]];
   }
 }
 
@@ -127,13 +140,11 @@ HandlePtr Buffer::dispatch(const TensorView& x, const TensorView& ids, const Dis
   const FloatEnvironment environment;
   Group& g = *group_;
   return g.operation(op, [&]() -> HandlePtr {
-    check_tokens(op, g, x);
+    check_tokens(op, g, x, o);
     check_rank(op, {"ids", ids}, 2);
     check_shape(op, {"ids", ids}, {x.sizes[0], ids.sizes[1]});
     check(ids.sizes[1] >= 1 && ids.sizes[1] <= g.config.slots, op, ": ids: expected 1 to ", g.config.slots,
           " slots (slots of the buffer), got ", ids.sizes[1]);
-    check(!o.int8 || x.dtype != DType::kF64, op, ": x: expected dtype float32, bfloat16 or float16, got dtype ",
-          x.dtype);
     auto h = std::make_shared<Handle>();
     h->tokens = x.sizes[0];
     h->slots = ids.sizes[1];
@@ -147,7 +158,7 @@ HandlePtr Buffer::dispatch(const TensorView& x, const TensorView& ids, const Dis
 
     char* slot = g.next_slot();
     write_pairs(g, *h, slot);
-    write_tokens(g, x, o.int8, slot);
+    write_tokens(g, x, o, slot);
     Terms terms = terms_of(Op::kDispatch, x, o.int8);
     terms.field[2] = static_cast<std::uint64_t>(h->slots);
     terms.field[5] = o.needs_backward ? 1 : 0;
@@ -177,7 +188,7 @@ void Buffer::dispatch(const TensorView& x, const Handle& h) {
     check_tokens(op, g, x);
     check_shape(op, {"x", x}, {h.tokens, x.sizes[1]});
     check_handle(op, g, h);
-    write_tokens(g, x, false, g.next_slot());
+    write_tokens(g, x, {}, g.next_slot());
     Terms terms = terms_of(Op::kCachedDispatch, x, false);
     terms.field[7] = h.signature;
     g.exchange(op, Op::kCachedDispatch, terms, h.tokens);

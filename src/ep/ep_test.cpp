@@ -214,6 +214,13 @@ TEST(Ep, Int8RowsCarryTheirScale) {
       EXPECT_TRUE(same_bits(part(rows, 0, j, j + 1), part(q, 0, token, token + 1)));
       EXPECT_EQ(scales.get(j), scale.get(token));
     }
+    // Rows that are int8 already travel as they are.
+    const HandlePtr again =
+        buffer->dispatch(p.part_of(q, rank), p.part_of(p.ids, rank), {.int8 = true, .x_scale = p.part_of(scale, rank)});
+    Tensor rows2(DType::kI8, {h->rows, 37}), scales2(DType::kF32, {h->rows});
+    buffer->expand(*again, rows2, scales2);
+    EXPECT_TRUE(same_bits(rows2, rows));
+    EXPECT_TRUE(same_bits(scales2, scales));
   });
 }
 

@@ -7,6 +7,7 @@
 #include "ep/rows.h"
 #include "tidegate/ep_nodes.h"
 #include "tidegate/moe.h"
+#include "tidegate/quant.h"
 
 namespace tidegate::ep {
 namespace {
@@ -108,10 +109,44 @@ std::vector<char> NodesBuffer::exchange(const std::vector<char>& send, const std
   return came;
 }
 
-NodesHandlePtr NodesBuffer::dispatch(const TensorView& x, const TensorView& ids, const TensorView& weights) {
+// How many tokens come from each rank. With the counts travels what decides how large everything after them is: a rank
+// that says something else would be misread.
+std::vector<std::int64_t> NodesBuffer::exchange_counts(const std::vector<std::int64_t>& sent, std::int64_t slots,
+                                                       std::int64_t row_bytes, bool int8) {
+  constexpr std::int64_t kNumbers = 4;
+  constexpr std::string_view names[kNumbers] = {"count", "slots", "bytes of a row", "int8"};
+  const std::vector<std::int64_t> one(sent.size(), 1);
+  std::vector<std::int64_t> mine;
+  for (const std::int64_t n : sent) {
+    mine.insert(mine.end(), {n, slots, row_bytes, int8 ? 1 : 0});
+  }
+  std::vector<char> bytes(mine.size() * sizeof(std::int64_t));
+  std::memcpy(bytes.data(), mine.data(), bytes.size());
+  bytes = exchange(bytes, one, one, kNumbers * static_cast<std::int64_t>(sizeof(std::int64_t)));
+  std::vector<std::int64_t> theirs(mine.size()), counts;
+  std::memcpy(theirs.data(), bytes.data(), bytes.size());
+  for (std::size_t r = 0; r < sent.size(); ++r) {
+    counts.push_back(theirs[r * kNumbers]);
+    for (std::size_t i = 1; i < kNumbers; ++i) {
+      if (mine[i] != theirs[r * kNumbers + i]) {
+        const std::string me = std::to_string(wire_.rank()), other = std::to_string(r);
+        throw Failure("ep_dispatch: group " + config_.name + ": rank " + me + " and rank " + other +
+                      " disagree: " + std::string(names[i]) + " is " + std::to_string(mine[i]) + " on rank " + me +
+                      " and " + std::to_string(theirs[r * kNumbers + i]) + " on rank " + other);
+      }
+    }
+  }
+  return counts;
+}
+
+NodesHandlePtr NodesBuffer::dispatch(const TensorView& x, const TensorView& ids, const TensorView& weights, bool int8) {
   constexpr std::string_view op = "ep_dispatch";
   check_rank(op, {"x", x}, 2);
-  check_data_type(op, {"x", x});
+  if (int8) {
+    check_kernel_type(op, {"x", x});
+  } else {
+    check_data_type(op, {"x", x});
+  }
   check_inner_stride(op, {"x", x});
   check_rank(op, {"ids", ids}, 2);
   check_shape(op, {"ids", ids}, {x.sizes[0], ids.sizes[1]});
@@ -141,17 +176,19 @@ NodesHandlePtr NodesBuffer::dispatch(const TensorView& x, const TensorView& ids,
       }
     }
   }
-  // Counts, then for every token its experts there and their weights, then the rows.
+  // Counts, then for every token its experts there, their weights and its scale, then the rows.
   const std::vector<std::int64_t> sent = counts_of(h->sent);
-  std::vector<char> counts(index(ranks) * sizeof(std::int64_t));
-  std::memcpy(counts.data(), sent.data(), counts.size());
-  const std::vector<std::int64_t> one(index(ranks), 1);
-  counts = exchange(counts, one, one, sizeof(std::int64_t));
-  h->received.resize(index(ranks));
-  std::memcpy(h->received.data(), counts.data(), counts.size());
-
-  const std::int64_t meta_bytes = 8 * K;
-  const std::int64_t row_bytes = x.sizes[1] * dtype_bytes(x.dtype);
+  TensorView tokens = x;
+  std::vector<std::int8_t> quantised;
+  std::vector<float> scales(int8 ? index(h->tokens) : 0);
+  if (int8) {
+    quantised.resize(index(x.numel()));
+    tokens = contiguous(quantised.data(), DType::kI8, {h->tokens, x.sizes[1]});
+    quantize(x, tokens, contiguous(scales.data(), DType::kF32, {h->tokens}));
+  }
+  const std::int64_t row_bytes = x.sizes[1] * dtype_bytes(tokens.dtype);
+  h->received = exchange_counts(sent, K, row_bytes, int8);
+  const std::int64_t meta_bytes = 8 * K + 4;
   std::vector<char> meta(index(total_of(sent) * meta_bytes)), rows(index(total_of(sent) * row_bytes));
   std::int64_t i = 0;
   for (int r = 0; r < ranks; ++r) {
@@ -163,7 +200,8 @@ NodesHandlePtr NodesBuffer::dispatch(const TensorView& x, const TensorView& ids,
         number[k] = h->pair_rank[p] == r ? expert_number_[index(list[p])] : -1;
         weight[k] = h->weights.empty() ? 1.0f : h->weights[p];
       }
-      std::memcpy(rows.data() + i++ * row_bytes, row_at(x, t), index(row_bytes));
+      weight[K] = int8 ? scales[index(t)] : 1.0f;
+      std::memcpy(rows.data() + i++ * row_bytes, row_at(tokens, t), index(row_bytes));
     }
   }
   meta = exchange(meta, sent, h->received, meta_bytes);
@@ -171,18 +209,26 @@ NodesHandlePtr NodesBuffer::dispatch(const TensorView& x, const TensorView& ids,
   const std::int64_t came = total_of(h->received);
   h->numbers.resize(index(came * K));
   std::vector<float> row_weights(index(came * K));
+  scales.resize(index(came));
   for (std::int64_t t = 0; t < came; ++t) {
     std::memcpy(h->numbers.data() + t * K, meta.data() + t * meta_bytes, index(4 * K));
     std::memcpy(row_weights.data() + t * K, meta.data() + t * meta_bytes + 4 * K, index(4 * K));
+    std::memcpy(&scales[index(t)], meta.data() + t * meta_bytes + 8 * K, sizeof(float));
   }
   DispatchOptions options;
   options.weights = contiguous(row_weights.data(), DType::kF32, {came, K});
-  h->inner = local_->dispatch(contiguous(rows.data(), x.dtype, {came, x.sizes[1]}),
+  options.int8 = int8;
+  if (int8) {
+    options.x_scale = contiguous(scales.data(), DType::kF32, {came});
+  }
+  h->inner = local_->dispatch(contiguous(rows.data(), tokens.dtype, {came, x.sizes[1]}),
                               contiguous(h->numbers.data(), DType::kI32, {came, K}), options);
   return h;
 }
 
-void NodesBuffer::expand(const NodesHandle& handle, const TensorView& out) const { local_->expand(*handle.inner, out); }
+void NodesBuffer::expand(const NodesHandle& handle, const TensorView& out, const TensorView& scales) const {
+  local_->expand(*handle.inner, out, scales);
+}
 TensorView NodesBuffer::window_rows(std::int64_t rows, std::int64_t width, DType dtype) const {
   return local_->window_rows(rows, width, dtype);
 }

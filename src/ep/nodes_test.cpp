@@ -2,6 +2,7 @@
 #include "ep/test_case.h"
 #include "tidegate/ep_nodes.h"
 #include "tidegate/error.h"
+#include "tidegate/quant.h"
 
 namespace tidegate::test {
 namespace {
@@ -52,6 +53,55 @@ TEST(EpNodes, FastSumsByNode) {
   check_nodes({"a", "b", "a", "b"}, {4, 8, 2, 33, {1, 2, 0, 6}, EpCase::kUniform, DType::kF32}, NodeSums::kFast);
 }
 
+// Quantised once, by the token's own rank: what one node makes of the same tokens.
+TEST(EpNodes, Int8RowsCarryTheirScale) {
+  run_ranks(4, [&](SharedBootstrap& wire) {
+    EpProblem p({4, 10, 4, 24, {9, 0, 3, 5}, EpCase::kHoles, DType::kBF16});
+    const int rank = wire.rank();
+    ep::Config config = p.config();
+    config.row_bytes = 4 * 24;  // results are fp32
+    config.node_id = rank < 2 ? "a" : "b";
+    NodesBuffer buffer(config, wire);
+    const auto h = buffer.dispatch(p.part_of(p.x, rank), p.part_of(p.ids, rank), p.part_of(p.weights, rank), true);
+    const std::int64_t count = h->inner->rows;
+    Tensor q(DType::kI8, {count, 24}), scales(DType::kF32, {count}), y(DType::kF32, {count, 24});
+    buffer.expand(*h, q, scales);
+    const auto whole = [](const Tensor& numbers, const Tensor& factors) {
+      return Tensor(DType::kF32, {factors.view().sizes[0], 24}).fill([&](std::int64_t i) {
+        return numbers.get(i) * factors.get(i / 24);
+      });
+    };
+    apply_experts(whole(q, scales), y, buffer.first_expert(), h->inner->expert_rows);
+    Tensor out(DType::kF32, {h->tokens, 24});
+    buffer.combine(y, *h, out);
+    Tensor all(DType::kI8, {p.first.back(), 24}), scale(DType::kF32, {p.first.back()});
+    quantize(p.x, all, scale);
+    p.x = whole(all, scale);
+    p.what.dtype = DType::kF32;
+    EXPECT_TRUE(same_bits(out, p.part_of(one_process(p), rank)));
+  });
+}
+
+TEST(EpNodes, RanksThatDisagree) {
+  run_ranks(3, [&](SharedBootstrap& wire) {
+    const EpProblem p({3, 6, 2, 8, {3, 2, 0}, EpCase::kUniform, DType::kF32});
+    const int rank = wire.rank();
+    ep::Config config = p.config();
+    config.node_id = rank < 2 ? "a" : "b";
+    NodesBuffer buffer(config, wire);
+    const auto text_of = [&](std::int64_t slots, bool int8) -> std::string {
+      try {
+        buffer.dispatch(p.part_of(p.x, rank), part(p.part_of(p.ids, rank), 1, 0, slots), {}, int8);
+      } catch (const ep::Failure& failure) {
+        return failure.what();
+      }
+      return "nothing";
+    };
+    EXPECT_NE(text_of(2, rank == 2).find(" disagree: bytes of a row is "), std::string::npos);
+    EXPECT_NE(text_of(rank == 1 ? 1 : 2, true).find(" disagree: slots is "), std::string::npos);
+  });
+}
+
 TEST(EpNodes, TokensForANodeGoToItsRanksInTurn) {
   run_ranks(4, [&](SharedBootstrap& wire) {
     const EpProblem p({4, 8, 1, 8, {5, 5, 5, 5}, EpCase::kOneExpert, DType::kF32});  // on the last rank
@@ -85,6 +135,8 @@ TEST(EpNodes, Errors) {
     NodesBuffer enough(p.config(), wire);
     expect_error([&] { enough.dispatch(p.x, typed(p.ids, DType::kF32)); },
                  "ep_dispatch: ids: expected dtype int32 or int64, got dtype float32");
+    expect_error([&] { enough.dispatch(typed(p.x, DType::kF64), p.ids, {}, true); },
+                 "ep_dispatch: x: expected dtype float32, bfloat16 or float16, got dtype float64");
   });
 }
 

@@ -160,9 +160,12 @@ class Buffer:
         mask: torch.Tensor | None = None,
         int8: bool = False,
         needs_backward: bool = False,
+        x_scale: torch.Tensor | None = None,
     ) -> Handle:
-        """Sends tokens to the ranks of their experts, as the function dispatch does; expand has the rows that came."""
-        number, rows = call("dispatch", self.number, x, ids, weights, mask, int8, needs_backward)
+        """Sends tokens to the ranks of their experts, as the function dispatch does; expand has the rows that came.
+
+        int8: rows travel as int8 with one scale a token; with x_scale fp32 [T] x is int8 already."""
+        number, rows = call("dispatch", self.number, x, ids, weights, mask, int8, needs_backward, x_scale)
         return Handle(number, rows, x.shape[1], torch.int8 if int8 else x.dtype, weights)
 
     def redispatch(self, x: torch.Tensor, handle: Handle) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tidegate.ep.buffer import Buffer, group_of, node_id
+from tidegate.errors import ExpertParallelError
 
 tidegate_ops = torch.ops.tidegate
 
@@ -114,6 +115,21 @@ class NodesBuffer:
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
         return out
 
+    def _counts(self, sent, slots, row_bytes, int8):
+        """How many tokens come from each rank. With them travels what decides how large everything after them is: a
+        rank that says something else would be misread."""
+        mine = torch.tensor([[count, slots, row_bytes, int8] for count in sent])
+        theirs = torch.empty_like(mine)
+        dist.all_to_all_single(theirs, mine, group=self.group)
+        for rank, numbers in enumerate(theirs.tolist()):
+            for name, a, b in zip(("slots", "bytes of a row", "int8"), mine[0, 1:].tolist(), numbers[1:], strict=True):
+                if a != b:
+                    raise ExpertParallelError(
+                        f"ep_dispatch: rank {self.rank} and rank {rank} disagree: {name} is {a} on rank {self.rank} "
+                        f"and {b} on rank {rank}"
+                    )
+        return theirs[:, 0].tolist()
+
     def _forward(self, x, handle_lists, received):
         """One row for every token and node."""
         rows = x[torch.cat(handle_lists)] if handle_lists else x[:0]
@@ -129,8 +145,6 @@ class NodesBuffer:
         needs_backward: bool = False,
     ) -> NodesHandle:
         """As Buffer.dispatch, between nodes too."""
-        if int8:
-            raise ValueError("ep_dispatch: int8: expected False between nodes, got True")
         ids = ids.to(torch.int32)
         if mask is not None:
             ids = ids.masked_fill(~(mask if mask.dim() == 2 else mask[:, None]), -1)
@@ -144,23 +158,34 @@ class NodesBuffer:
         partner = torch.stack([torch.tensor(ranks)[turn % len(ranks)] for ranks in self.partners], 1)
         pair_rank = torch.where(ids < 0, -1, partner.gather(1, self.node_of[known].long()))
         w = torch.ones(ids.shape) if weights is None else weights.detach().float()
+        x, scale = tidegate_ops.quantize(x) if int8 else (x, torch.ones(x.shape[0]))
+        w = torch.cat([w, scale[:, None]], 1).view(torch.int32)
         sent, lists = [], []
         for r in range(self.ranks):
             here = pair_rank == r
             tokens = here.any(1).nonzero()[:, 0]
             sent.append(tokens)
-            lists.append(torch.cat([numbers.masked_fill(~here, -1)[tokens], w[tokens].view(torch.int32)], 1))
-        counts = torch.tensor([len(t) for t in sent])
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self.group)
-        received = received.tolist()
-        came = self._all_to_all(torch.cat(lists), counts.tolist(), received)
-        numbers, w = (part.contiguous() for part in came.chunk(2, 1))
+            lists.append(torch.cat([numbers.masked_fill(~here, -1)[tokens], w[tokens]], 1))
+        counts = [len(t) for t in sent]
+        received = self._counts(counts, ids.shape[1], x.shape[1] * x.element_size(), int8)
+        slots = [ids.shape[1], ids.shape[1], 1]
+        numbers, w, scale = (
+            part.contiguous() for part in self._all_to_all(torch.cat(lists), counts, received).split(slots, 1)
+        )
         rows = self._forward(x, sent, received)
-        inner = self.local.dispatch(rows, numbers, w.view(torch.float32), needs_backward=needs_backward)
+        inner = self.local.dispatch(
+            rows,
+            numbers,
+            w.view(torch.float32),
+            int8=int8,
+            needs_backward=needs_backward,
+            x_scale=scale.view(torch.float32)[:, 0] if int8 else None,
+        )
         return NodesHandle(inner, x.shape[0], sent, received, numbers >= 0, pair_rank, weights)
 
-    def expand(self, handle: NodesHandle, out: torch.Tensor | None = None) -> torch.Tensor:
+    def expand(
+        self, handle: NodesHandle, out: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The rows that came here, as Buffer.expand."""
         return self.local.expand(handle.inner, out)
 
