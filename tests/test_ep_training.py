@@ -71,6 +71,12 @@ def parts(rank, ranks):
     quantised, scales = buffer.expand(handle)
     assert quantised.dtype == torch.int8
     torch.testing.assert_close(quantised * scales[:, None], rows, rtol=0, atol=rows.abs().max().item() / 200)
+    smooth = torch.rand(E, H, generator=torch.Generator().manual_seed(1)) + 0.5
+    quantised, scales = buffer.expand(buffer.dispatch(x, ids, int8=True, smooth_scale=smooth))
+    want = tidegate.quantize(rows * smooth[buffer.expert_begin[rank] + handle.row_expert[:, 0].long()])
+    assert torch.equal(quantised, want[0]) and torch.equal(scales, want[1])
+    same = tidegate.ep.npu_moe_distribute_dispatch_v2(x, ids, buffer, ranks, rank, E, scales=smooth, quant_mode=2)
+    assert torch.equal(same[0], quantised) and torch.equal(same[1], scales)
     npu(buffer, x, ids, weights)
     assert buffer.waited_microseconds.shape == (ranks,)
     assert buffer.window_bytes > 0
@@ -123,6 +129,14 @@ def errors(rank, ranks):
     else:
         with pytest.raises(ExpertParallelError, match="rank 0 failed: ep_dispatch: x: expected at most 64 tokens"):
             buffer.dispatch(x, ids)
+    dist.barrier()
+    buffer.reset()
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"ep_dispatch: smooth_scale: expected shape \[6, 32\], got \[5, 32\]"):
+            buffer.dispatch(x, ids, int8=True, smooth_scale=torch.ones(5, H))
+    else:
+        with pytest.raises(ExpertParallelError, match="rank 0 failed: ep_dispatch: smooth_scale: expected shape"):
+            buffer.dispatch(x, ids, int8=True, smooth_scale=torch.ones(E, H))
     dist.barrier()
     buffer.reset()
     with pytest.raises(TypeError, match="ids: expected dtype int32 or int64, got dtype float32"):

@@ -98,9 +98,11 @@ Tensor waited(std::int64_t buffer) {
 }
 
 ep::DispatchOptions dispatch_options(std::string_view op, const Optional& weights, const Optional& mask, bool int8,
-                                     bool needs_backward, const Optional& x_scale = std::nullopt) {
+                                     bool needs_backward, const Optional& x_scale = std::nullopt,
+                                     const Optional& smooth_scale = std::nullopt) {
   ep::DispatchOptions o;
   o.x_scale = view(op, "x_scale", x_scale);
+  o.smooth_scale = view(op, "smooth_scale", smooth_scale);
   o.weights = view(op, "weights", weights);
   o.mask = view(op, "mask", mask);
   o.int8 = int8;
@@ -110,24 +112,28 @@ ep::DispatchOptions dispatch_options(std::string_view op, const Optional& weight
 
 // The handle, and how many rows came.
 std::tuple<std::int64_t, std::int64_t> dispatch(std::int64_t buffer, Tensor x, Tensor ids, Optional weights,
-                                                Optional mask, bool int8, bool needs_backward, Optional x_scale) {
+                                                Optional mask, bool int8, bool needs_backward, Optional x_scale,
+                                                Optional smooth_scale) {
   constexpr std::string_view op = "ep_dispatch";
-  const ep::HandlePtr h = buffers.get("buffer", buffer)
-                              ->dispatch(dense(op, "x", x), view(op, "ids", ids),
-                                         dispatch_options(op, weights, mask, int8, needs_backward, x_scale));
+  const ep::HandlePtr h =
+      buffers.get("buffer", buffer)
+          ->dispatch(dense(op, "x", x), view(op, "ids", ids),
+                     dispatch_options(op, weights, mask, int8, needs_backward, x_scale, smooth_scale));
   return {handles.add(h), h->rows};
 }
 void redispatch(std::int64_t buffer, Tensor x, std::int64_t handle) {
   buffers.get("buffer", buffer)->dispatch(dense("ep_dispatch", "x", x), *handles.get("handle", handle));
 }
 
-std::tuple<Tensor, Tensor> expand(std::int64_t buffer, std::int64_t handle, std::int64_t width, ScalarType dtype) {
+std::tuple<Tensor, Tensor> expand(std::int64_t buffer, std::int64_t handle, std::int64_t width, ScalarType dtype,
+                                  Optional smooth_scale) {
   const ep::HandlePtr h = handles.get("handle", handle);
   const bool int8 = dtype == ScalarType::Char;
   Tensor rows = empty({h->rows, width}, dtype);
   Tensor scales = empty({int8 ? h->rows : 0}, ScalarType::Float);
   buffers.get("buffer", buffer)
-      ->expand(*h, view("ep_expand", "out", rows), int8 ? view("ep_expand", "scales", scales) : TensorView{});
+      ->expand(*h, view("ep_expand", "out", rows), int8 ? view("ep_expand", "scales", scales) : TensorView{},
+               view("ep_expand", "smooth_scale", smooth_scale));
   return {rows, scales};
 }
 
@@ -249,9 +255,9 @@ STABLE_TORCH_LIBRARY(tidegate_ep, m) {
   m.def("waited(int buffer) -> Tensor");
   m.def(
       "dispatch(int buffer, Tensor x, Tensor ids, Tensor? weights, Tensor? mask, bool int8, bool needs_backward, "
-      "Tensor? x_scale) -> (int, int)");
+      "Tensor? x_scale, Tensor? smooth_scale) -> (int, int)");
   m.def("redispatch(int buffer, Tensor x, int handle) -> ()");
-  m.def("expand(int buffer, int handle, int width, ScalarType dtype) -> (Tensor, Tensor)");
+  m.def("expand(int buffer, int handle, int width, ScalarType dtype, Tensor? smooth_scale) -> (Tensor, Tensor)");
   m.def("expand_out(int buffer, int handle, Tensor(a!) out) -> ()");
   m.def("window(int buffer, int rows, int width, ScalarType dtype) -> Tensor");
   m.def("describe(int handle) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");

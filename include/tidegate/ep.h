@@ -83,10 +83,13 @@ struct Handle {
 using HandlePtr = std::shared_ptr<const Handle>;
 
 struct DispatchOptions {
-  TensorView weights{};         // [T,K]: routing weights, travel with the tokens
-  TensorView mask{};            // bool [T] or [T,K]: false does not travel, as id -1
-  bool int8 = false;            // rows travel as int8 with one scale a token (see quantize in quant.h)
-  TensorView x_scale{};         // fp32 [T], with int8: x is int8 already, and these are its scales
+  TensorView weights{};  // [T,K]: routing weights, travel with the tokens
+  TensorView mask{};     // bool [T] or [T,K]: false does not travel, as id -1
+  bool int8 = false;     // rows travel as int8 with one scale a token (see quantize in quant.h)
+  TensorView x_scale{};  // fp32 [T], with int8: x is int8 already, and these are its scales
+  // fp32 [E,H], with int8: an expert's rows are multiplied by its factors before they are quantised. A token serves
+  // several experts, so rows travel as they are, and expand, which takes the same tensor, quantises them.
+  TensorView smooth_scale{};
   bool needs_backward = false;  // must be equal on all ranks: a rank without backward would hang the others
 };
 
@@ -126,7 +129,8 @@ class Buffer {
 
   // The rows that the last dispatch brought, which must have been that of `handle`: a copy [rows,H] (int8: with
   // `scales` fp32 [rows]), or where they are. Pointers are good until the next call of dispatch or combine.
-  void expand(const Handle& handle, const TensorView& out, const TensorView& scales = {}) const;
+  void expand(const Handle& handle, const TensorView& out, const TensorView& scales = {},
+              const TensorView& smooth_scale = {}) const;
   std::vector<const void*> row_pointers(const Handle& handle) const;
 
   // Memory of the window for the next dispatch or combine: x or y that were written here are not copied.

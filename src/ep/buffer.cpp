@@ -1,4 +1,4 @@
-// Dispatch: every rank puts its tokens and their sorted pairs into its window, and takes its rows from all windows.
+// Dispatch: every rank puts its tokens and their sorted pairs into its window, and reads those of all windows.
 #include <algorithm>
 #include <cstring>
 
@@ -8,9 +8,7 @@
 #include "base/float_environment.h"
 #include "base/row_checks.h"
 #include "ep/group.h"
-#include "ep/kernel.h"
 #include "ep/rows.h"
-#include "tidegate/cpu.h"
 #include "tidegate/quant.h"
 
 namespace tidegate::ep {
@@ -29,6 +27,11 @@ void check_tokens(std::string_view op, const Group& g, const TensorView& x, cons
     check_kernel_type(op, {"x", x});
   } else {
     check_data_type(op, {"x", x});
+  }
+  if (o.smooth_scale.defined()) {
+    check(o.int8 && !o.x_scale.defined(), op,
+          ": smooth_scale: expected none without int8 or with x_scale, got a tensor");
+    check_smooth_scale(op, g, o.smooth_scale, x.sizes[1]);
   }
   check_inner_stride(op, {"x", x});
   check_row_bytes(op, g, {"x", x});
@@ -76,10 +79,15 @@ void write_pairs(const Group& g, const Handle& h, char* slot) {
   }
 }
 
+// As what rows stand in the windows.
+DType travelling_type(const TensorView& x, const DispatchOptions& o) {
+  return o.int8 && !o.smooth_scale.defined() ? DType::kI8 : x.dtype;
+}
+
 void write_tokens(const Group& g, const TensorView& x, const DispatchOptions& o, char* slot) {
-  const TensorView rows = window_view(g, slot, x.sizes[0], x.sizes[1], o.int8 ? DType::kI8 : x.dtype);
+  const TensorView rows = window_view(g, slot, x.sizes[0], x.sizes[1], travelling_type(x, o));
   const TensorView scales = contiguous(slot + g.layout.scales, DType::kF32, {x.sizes[0]});
-  if (o.int8 && !o.x_scale.defined()) {
+  if (rows.dtype != x.dtype) {
     quantize(x, rows, scales);
     return;
   }
@@ -89,22 +97,23 @@ void write_tokens(const Group& g, const TensorView& x, const DispatchOptions& o,
   }
 }
 
-Terms terms_of(Op op, const TensorView& x, bool int8) {
+Terms terms_of(Op op, const TensorView& x, const DispatchOptions& o) {
   Terms t;
   t.field[0] = static_cast<std::uint64_t>(op);
-  t.field[1] = static_cast<std::uint64_t>(x.sizes[1] * dtype_bytes(int8 ? DType::kI8 : x.dtype));
+  t.field[1] = static_cast<std::uint64_t>(x.sizes[1] * dtype_bytes(travelling_type(x, o)));
   t.field[3] = static_cast<std::uint64_t>(x.dtype);
-  t.field[4] = int8 ? 1 : 0;
+  t.field[4] = o.int8 ? 1 : 0;
+  t.field[8] = o.smooth_scale.defined() ? 1 : 0;
   return t;
 }
 
-void check_current(std::string_view op, const Group& g, const Handle& h) {
-  g.check_healthy();
-  check(g.signature == h.signature, op, ": handle: expected that of the last dispatch, got another one");
-}
-
-const char* token_row(const Group& g, int source, std::int64_t token) {
-  return g.current(source) + g.layout.rows + token * row_pitch(g.row_bytes);
+// What expand has to know of the rows that the windows hold now.
+void remember_rows(Group& g, const TensorView& x, const DispatchOptions& o, std::uint64_t signature) {
+  g.signature = signature;
+  g.dtype = travelling_type(x, o);
+  g.row_bytes = x.sizes[1] * dtype_bytes(g.dtype);
+  g.int8 = g.dtype == DType::kI8;
+  g.smooth = o.smooth_scale.defined();
 }
 
 }  // namespace
@@ -159,7 +168,7 @@ HandlePtr Buffer::dispatch(const TensorView& x, const TensorView& ids, const Dis
     char* slot = g.next_slot();
     write_pairs(g, *h, slot);
     write_tokens(g, x, o, slot);
-    Terms terms = terms_of(Op::kDispatch, x, o.int8);
+    Terms terms = terms_of(Op::kDispatch, x, o);
     terms.field[2] = static_cast<std::uint64_t>(h->slots);
     terms.field[5] = o.needs_backward ? 1 : 0;
     terms.field[6] = o.weights.defined() ? 1 : 0;
@@ -174,9 +183,7 @@ HandlePtr Buffer::dispatch(const TensorView& x, const TensorView& ids, const Dis
     }
     place_rows(*h, g.rank, g.expert_begin, sources);
     h->signature = hash_bytes(&g.generation, sizeof g.generation, g.epoch | 1);
-    g.signature = h->signature;
-    g.row_bytes = static_cast<std::int64_t>(terms.field[1]);
-    g.int8 = o.int8;
+    remember_rows(g, x, o, h->signature);
     return h;
   });
 }
@@ -189,94 +196,11 @@ void Buffer::dispatch(const TensorView& x, const Handle& h) {
     check_shape(op, {"x", x}, {h.tokens, x.sizes[1]});
     check_handle(op, g, h);
     write_tokens(g, x, {}, g.next_slot());
-    Terms terms = terms_of(Op::kCachedDispatch, x, false);
+    Terms terms = terms_of(Op::kCachedDispatch, x, {});
     terms.field[7] = h.signature;
     g.exchange(op, Op::kCachedDispatch, terms, h.tokens);
-    g.signature = h.signature;
-    g.row_bytes = static_cast<std::int64_t>(terms.field[1]);
-    g.int8 = false;
+    remember_rows(g, x, {}, h.signature);
   });
-}
-
-// A token's row is read once and written to all its places: past the caches when the rows of all ranks are many, for
-// then an ordinary store finds its line in no cache and reads it from memory first. The ranks of a node share the last
-// cache; a quarter of 32 MB is what measurements on one of that size said.
-constexpr std::int64_t kCachedBytes = std::int64_t{8} << 20;
-
-void Buffer::expand(const Handle& h, const TensorView& out, const TensorView& scales) const {
-  constexpr std::string_view op = "ep_expand";
-  const Group& g = *group_;
-  check_current(op, g, h);
-  check_rank(op, {"out", out}, 2);
-  check_inner_stride(op, {"out", out});
-  check_shape(op, {"out", out}, {h.rows, out.sizes[1]});
-  check(out.sizes[1] * dtype_bytes(out.dtype) == g.row_bytes, op, ": out: expected rows of ", g.row_bytes,
-        " bytes, got ", out.sizes[1] * dtype_bytes(out.dtype));
-  check(g.int8 == (out.dtype == DType::kI8), op, ": out: expected dtype ", g.int8 ? "int8" : "of the tokens",
-        ", got dtype ", out.dtype);
-  check(g.int8 == scales.defined(), op, ": scales: expected ", g.int8 ? "a tensor" : "none",
-        " for the rows that were sent, got ", scales.defined() ? "a tensor" : "none");
-  if (g.int8) {
-    check_shape(op, {"scales", scales}, {h.rows});
-    check_dtype(op, {"scales", scales}, DType::kF32);
-  }
-  if (h.rows == 0) {
-    return;
-  }
-  Scratch scratch;
-  // Places of every pair that comes to me, source by source.
-  std::vector<std::int64_t> first(1, 0);
-  for (const std::int64_t tokens : h.source_tokens) {
-    first.push_back(first.back() + tokens);
-  }
-  auto* places = take<std::int32_t>(scratch, first.back() * h.slots);
-  std::memset(places, 0xff, static_cast<std::size_t>(first.back() * h.slots) * sizeof *places);
-  for (std::size_t j = 0; j < h.row_pair.size(); ++j) {
-    const std::int64_t source = first[static_cast<std::size_t>(h.row_rank[j])];
-    places[source * h.slots + h.row_pair[j]] = static_cast<std::int32_t>(j);
-  }
-  const Kernels& kernels = ep_kernels_for(active_isa());
-  const bool stream = first.back() * h.slots * g.row_bytes > kCachedBytes && should_stream_rows(out, 0);
-  // Several tokens a task, because each task ends with a fence.
-  for_row_tasks(first.back(), g.row_bytes / 4, [&](std::int64_t begin, std::int64_t end, std::int64_t) {
-    auto source = std::upper_bound(first.begin(), first.end(), begin) - first.begin() - 1;
-    for (std::int64_t t = begin; t < end; ++t) {
-      while (t >= first[static_cast<std::size_t>(source) + 1]) {
-        ++source;
-      }
-      const int r = static_cast<int>(source);
-      const std::int64_t token = t - first[static_cast<std::size_t>(source)];
-      for (std::int64_t k = 0; k < h.slots; ++k) {
-        const std::int64_t place = places[t * h.slots + k];
-        if (place < 0) {
-          continue;
-        }
-        char* to = static_cast<char*>(out.data) + place * out.strides[0] * dtype_bytes(out.dtype);
-        if (stream) {
-          kernels.stream_row(to, token_row(g, r, token), g.row_bytes);
-        } else {
-          std::memcpy(to, token_row(g, r, token), static_cast<std::size_t>(g.row_bytes));
-        }
-        if (g.int8) {
-          scales.as<float>()[place * scales.strides[0]] =
-              reinterpret_cast<const float*>(g.current(r) + g.layout.scales)[token];
-        }
-      }
-    }
-    if (stream) {
-      kernels.fence();
-    }
-  });
-}
-
-std::vector<const void*> Buffer::row_pointers(const Handle& h) const {
-  const Group& g = *group_;
-  check_current("ep_row_pointers", g, h);
-  std::vector<const void*> rows(h.row_pair.size());
-  for (std::size_t j = 0; j < rows.size(); ++j) {
-    rows[j] = token_row(g, h.row_rank[j], h.row_pair[j] / h.slots);
-  }
-  return rows;
 }
 
 TensorView Buffer::window_rows(std::int64_t rows, std::int64_t width, DType dtype) const {

@@ -224,6 +224,38 @@ TEST(Ep, Int8RowsCarryTheirScale) {
   });
 }
 
+TEST(Ep, SmoothScalesAreThoseOfTheExpert) {
+  run_ranks(3, [](SharedBootstrap& bootstrap) {
+    for (const DType dtype : kKernelTypes) {
+      const EpProblem p({3, 5, 2, 37, {3, 4, 0}, EpCase::kHoles, dtype});
+      const auto buffer = Buffer::create(p.config(), bootstrap);
+      const int rank = bootstrap.rank();
+      Random random(9);
+      const Tensor smooth = uniform(random, DType::kF32, {5, 37}, 0.1, 3.0);
+      const HandlePtr h =
+          buffer->dispatch(p.part_of(p.x, rank), p.part_of(p.ids, rank), {.int8 = true, .smooth_scale = smooth});
+      Tensor rows(DType::kI8, {h->rows, 37}), scales(DType::kF32, {h->rows});
+      buffer->expand(*h, rows, scales, smooth);
+      std::int64_t j = 0;
+      for (std::int64_t e = 0; e < buffer->local_experts(); ++e) {
+        for (const std::int64_t end = j + h->expert_rows[static_cast<std::size_t>(e)]; j < end; ++j) {
+          const auto at = static_cast<std::size_t>(j);
+          const std::int64_t token = p.first[static_cast<std::size_t>(h->row_rank[at])] + h->row_pair[at] / 2;
+          const Tensor scaled = Tensor(DType::kF32, {1, 37}).fill([&](std::int64_t c) {
+            return p.x.get(token * 37 + c) * smooth.get((buffer->first_expert() + e) * 37 + c);
+          });
+          Tensor q(DType::kI8, {1, 37}), scale(DType::kF32, {1});
+          quantize(scaled, q, scale);
+          EXPECT_TRUE(same_bits(part(rows, 0, j, j + 1), q)) << "row " << j;
+          EXPECT_EQ(scales.get(j), scale.get(0));
+        }
+      }
+      expect_error([&] { buffer->expand(*h, rows, scales); },
+                   "ep_expand: smooth_scale: expected a tensor for the rows that were sent, got none");
+    }
+  });
+}
+
 TEST(Ep, SpecialExpertsStayAtHome) {
   run_ranks(2, [](SharedBootstrap& bootstrap) {
     EpProblem p({2, 4, 4, 9, {3, 2}, EpCase::kUniform, DType::kF32});

@@ -224,6 +224,15 @@ TEST(EpFailure, RanksThatDisagree) {
         b.combine(s.rows, *s.handle, s.out);
       },
       [](Buffer& b, const EpProblem& p) { dispatched(b, p), dispatched(b, p); }, "operator is ");
+  const auto smooth = [](Buffer& b, const EpProblem& p) {
+    const Tensor scale = Tensor(DType::kF32, {p.what.E, p.what.H}).fill(1.0);
+    b.dispatch(p.part_of(p.x, b.rank()), p.part_of(p.ids, b.rank()), {.int8 = true, .smooth_scale = scale});
+  };
+  expect_disagreement(
+      smooth, [](Buffer& b, const EpProblem& p) { b.dispatch(p.part_of(p.x, 1), p.part_of(p.ids, 1), {.int8 = true}); },
+      "bytes of a row is ");
+  expect_disagreement(
+      smooth, [](Buffer& b, const EpProblem& p) { b.dispatch(p.part_of(p.x, 1), p.part_of(p.ids, 1)); }, "int8 is ");
   const auto combined = [](Buffer& b, const EpProblem& p) {
     Step s = dispatched(b, p);
     b.combine(s.rows, *s.handle, s.out, {.needs_backward = b.rank() == 1});

@@ -46,8 +46,9 @@ std::string decimal(double x) {
 
 }  // namespace
 
-const std::string_view Terms::kNames[Terms::kFields] = {"operator", "bytes of a row", "slots",         "dtype",
-                                                        "int8",     "needs_backward", "weights given", "handle"};
+const std::string_view Terms::kNames[Terms::kFields] = {"operator",      "bytes of a row", "slots",
+                                                        "dtype",         "int8",           "needs_backward",
+                                                        "weights given", "handle",         "smooth_scale given"};
 
 std::string_view op_name(Op op) {
   constexpr std::string_view names[] = {"none", "dispatch", "cached dispatch", "combine", "collect"};

@@ -18,9 +18,9 @@ std::string_view op_name(Op op);
 
 // What all ranks must say alike in one generation. Numbers only, so that a difference can be named.
 struct Terms {
-  static constexpr int kFields = 8;
+  static constexpr int kFields = 9;
   static const std::string_view kNames[kFields];
-  // operator, row bytes, slots, dtype, int8, needs_backward, weights, handle
+  // operator, row bytes, slots, dtype, int8, needs_backward, weights, handle, smooth_scale
   std::uint64_t field[kFields] = {};
 };
 
@@ -83,10 +83,12 @@ class Group {
   std::vector<std::int64_t> expert_begin;
   WindowLayout layout;
   std::uint32_t generation = 0;
-  std::uint64_t epoch = 0;      // tells the handles of one life of the group from those before a reset
-  std::uint64_t signature = 0;  // of the handle whose rows the current generation holds; 0: none
-  std::int64_t row_bytes = 0;   // of them
-  bool int8 = false;
+  std::uint64_t epoch = 0;           // tells the handles of one life of the group from those before a reset
+  std::uint64_t signature = 0;       // of the handle whose rows the current generation holds; 0: none
+  std::int64_t row_bytes = 0;        // of them
+  DType dtype = DType::kF32;         // of them
+  bool int8 = false;                 // whether they are int8 in the windows
+  bool smooth = false;               // whether expand makes them int8
   std::vector<std::int64_t> waited;  // microseconds, by rank
 
  private:

@@ -1,4 +1,4 @@
-// Sums of rows that lie anywhere, and copies past the caches.
+// Sums of rows that lie anywhere, copies past the caches, and rows times factors.
 #include "ep/kernel.h"
 
 #include "simd/lanes.h"
@@ -51,8 +51,15 @@ void stream_row(void* to, const void* from, int64_t bytes) noexcept {
 
 void fence() noexcept { stream_fence(); }
 
+template <class T>
+void scale_row(const void* x, const float* factors, float* out, int64_t width) noexcept {
+  const T* in = static_cast<const T*>(x);
+  for_lanes(width, [&](int64_t c, auto lanes) { lanes.put(out + c, lanes.get(in + c) * lanes.get(factors + c)); });
+}
+
 }  // namespace
 
-extern const ep::Kernels ep_kernels = {{sum<float>, sum<bf16>, sum<f16>}, stream_row, fence};
+extern const ep::Kernels ep_kernels = {
+    {sum<float>, sum<bf16>, sum<f16>}, stream_row, fence, {scale_row<float>, scale_row<bf16>, scale_row<f16>}};
 
 }  // namespace tidegate::TIDEGATE_ISA

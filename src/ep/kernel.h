@@ -21,6 +21,8 @@ struct Kernels {
   // Copies a row past the caches: both ends aligned to 64 bytes, and so is their number. Then a fence.
   void (*stream_row)(void* to, const void* from, int64_t bytes) noexcept;
   void (*fence)() noexcept;
+  // out = x * factors in fp32; indexed by the type of x.
+  void (*scale_row[kDataTypes])(const void* x, const float* factors, float* out, int64_t width) noexcept;
 };
 
 }  // namespace tidegate::ep

@@ -28,6 +28,13 @@ inline void check_handle(std::string_view op, const Group& g, const Handle& h) {
         h.expert_rows.size(), " local experts");
 }
 
+inline void check_smooth_scale(std::string_view op, const Group& g, const TensorView& smooth_scale,
+                               std::int64_t width) {
+  check_shape(op, {"smooth_scale", smooth_scale}, {g.config.experts, width});
+  check_dtype(op, {"smooth_scale", smooth_scale}, DType::kF32);
+  check_inner_stride(op, {"smooth_scale", smooth_scale});
+}
+
 // The rows of a slot as a tensor.
 inline TensorView window_view(const Group& g, char* slot, std::int64_t rows, std::int64_t width, DType dtype) {
   TensorView t = contiguous(slot + g.layout.rows, dtype, {rows, width});

@@ -74,6 +74,7 @@ class Handle:
     def __init__(self, number: int, rows: int, width: int, dtype: torch.dtype, weights: torch.Tensor | None) -> None:
         self.number, self.rows, self.width, self.dtype = number, rows, width, dtype
         self.weights = weights  # the routing weights given to dispatch, for their gradient
+        self.smooth_scale = None
         self._free = weakref.finalize(self, torch.ops.tidegate_ep.free_handle, number)
 
     def __getattr__(self, name):  # tensors are made when they are asked for: decoding needs none of them
@@ -161,17 +162,22 @@ class Buffer:
         int8: bool = False,
         needs_backward: bool = False,
         x_scale: torch.Tensor | None = None,
+        smooth_scale: torch.Tensor | None = None,
     ) -> Handle:
         """Sends tokens to the ranks of their experts, as the function dispatch does; expand has the rows that came.
 
-        int8: rows travel as int8 with one scale a token; with x_scale fp32 [T] x is int8 already."""
-        number, rows = call("dispatch", self.number, x, ids, weights, mask, int8, needs_backward, x_scale)
-        return Handle(number, rows, x.shape[1], torch.int8 if int8 else x.dtype, weights)
+        int8: rows travel as int8 with one scale a token; with x_scale fp32 [T] x is int8 already. With smooth_scale
+        fp32 [experts,H] rows travel as they are, and expand quantises each times the factors of its expert."""
+        tensors = (x_scale, smooth_scale)
+        number, rows = call("dispatch", self.number, x, ids, weights, mask, int8, needs_backward, *tensors)
+        handle = Handle(number, rows, x.shape[1], torch.int8 if int8 else x.dtype, weights)
+        handle.smooth_scale = smooth_scale
+        return handle
 
     def redispatch(self, x: torch.Tensor, handle: Handle) -> torch.Tensor:
         """Other rows along the way of a handle: [rows,H]."""
         call("redispatch", self.number, x, handle.number)
-        return call("expand", self.number, handle.number, x.shape[1], x.dtype)[0]
+        return call("expand", self.number, handle.number, x.shape[1], x.dtype, None)[0]
 
     def window(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory of the window, [rows,width]: y that was written here is not copied by the next combine. It lives no
@@ -187,7 +193,7 @@ class Buffer:
         if out is not None:
             call("expand_out", self.number, handle.number, out)
             return out
-        rows, scales = call("expand", self.number, handle.number, handle.width, handle.dtype)
+        rows, scales = call("expand", self.number, handle.number, handle.width, handle.dtype, handle.smooth_scale)
         return (rows, scales) if handle.dtype == torch.int8 else rows
 
     def combine(

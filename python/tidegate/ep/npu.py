@@ -54,7 +54,6 @@ def npu_moe_distribute_dispatch_v2(
     _check_group(op, group_ep, ep_world_size, ep_rank_id, moe_expert_num)
     _refuse(
         op,
-        scales=(scales, (None,)),
         group_tp=(group_tp, ("",)),
         tp_world_size=(tp_world_size, (0, 1)),
         tp_rank_id=(tp_rank_id, (0,)),
@@ -65,7 +64,7 @@ def npu_moe_distribute_dispatch_v2(
     )
     if global_bs and global_bs < x.shape[0]:
         raise ValueError(f"{op}: global_bs: expected 0 or at least {x.shape[0]} (tokens here), got {global_bs}")
-    handle = group_ep.dispatch(x, expert_ids, expert_scales, x_active_mask, int8=quant_mode == 2)
+    handle = group_ep.dispatch(x, expert_ids, expert_scales, x_active_mask, int8=quant_mode == 2, smooth_scale=scales)
     rows = group_ep.expand(handle)
     rows, dynamic_scales = rows if quant_mode == 2 else (rows, torch.empty(0))
     counts = handle.expert_rows
