@@ -94,6 +94,16 @@ def npu(buffer, x, ids, weights):
     assert received.tolist() == ends and torch.equal(row_weights, info.row_weights[:, 0])
     out = tidegate.ep.npu_moe_distribute_combine_v2(rows, ids, info, received, weights, *sizes, shared_expert_x=x)
     torch.testing.assert_close(out, x + x * (weights * (ids >= 0)).sum(1, keepdim=True))
+    # Time waited is added up, for the rank that comes late.
+    waited = torch.full((buffer.ranks,), 5)
+    dist.barrier()
+    if buffer.rank == 1:
+        time.sleep(0.2)
+    info = tidegate.ep.npu_moe_distribute_dispatch_v2(x, ids, *sizes, performance_info=waited)[2]
+    tidegate.ep.npu_moe_distribute_combine_v2(rows, ids, info, received, weights, *sizes, performance_info=waited)
+    assert (waited >= 5).all() and (buffer.rank == 1 or waited[1] > 50_000), waited
+    with pytest.raises(ValueError, match=r"performance_info: expected torch.int64 \[3\], got torch.float32 \[2\]"):
+        tidegate.ep.npu_moe_distribute_dispatch_v2(x, ids, *sizes, performance_info=torch.zeros(2))
     with pytest.raises(ValueError, match="npu_moe_distribute_dispatch_v2: ep_world_size: expected 3 "):
         tidegate.ep.npu_moe_distribute_dispatch_v2(x, ids, buffer, 2, buffer.rank, E)
     with pytest.raises(ValueError, match="shared_expert_rank_num: expected 0, got 1"):

@@ -4,6 +4,8 @@ Inference only, as there. What torch_npu calls assist info is our handle. Argume
 ranks for shared experts, are refused.
 """
 
+from contextlib import contextmanager
+
 import torch
 
 from tidegate.ep.buffer import Buffer, Handle
@@ -25,6 +27,20 @@ def _check_group(op, buffer, ep_world_size, ep_rank_id, moe_expert_num):
             raise ValueError(f"{op}: {name}: expected {expected} (of the buffer), got {value}")
 
 
+@contextmanager
+def _count_waiting(op, buffer, performance_info):
+    """Adds the microseconds waited for each rank inside to performance_info."""
+    if performance_info is None:
+        yield
+        return
+    if performance_info.dtype != torch.int64 or performance_info.shape != (buffer.ranks,):
+        got = f"{performance_info.dtype} {list(performance_info.shape)}"
+        raise ValueError(f"{op}: performance_info: expected torch.int64 [{buffer.ranks}], got {got}")
+    before = buffer.waited_microseconds
+    yield
+    performance_info += buffer.waited_microseconds - before
+
+
 @torch.no_grad()
 def npu_moe_distribute_dispatch_v2(
     x: torch.Tensor,
@@ -37,6 +53,7 @@ def npu_moe_distribute_dispatch_v2(
     scales: torch.Tensor | None = None,
     x_active_mask: torch.Tensor | None = None,
     expert_scales: torch.Tensor | None = None,
+    performance_info: torch.Tensor | None = None,
     group_tp: str = "",
     tp_world_size: int = 0,
     tp_rank_id: int = 0,
@@ -64,7 +81,9 @@ def npu_moe_distribute_dispatch_v2(
     )
     if global_bs and global_bs < x.shape[0]:
         raise ValueError(f"{op}: global_bs: expected 0 or at least {x.shape[0]} (tokens here), got {global_bs}")
-    handle = group_ep.dispatch(x, expert_ids, expert_scales, x_active_mask, int8=quant_mode == 2, smooth_scale=scales)
+    options = dict(int8=quant_mode == 2, smooth_scale=scales)
+    with _count_waiting(op, group_ep, performance_info):
+        handle = group_ep.dispatch(x, expert_ids, expert_scales, x_active_mask, **options)
     rows = group_ep.expand(handle)
     rows, dynamic_scales = rows if quant_mode == 2 else (rows, torch.empty(0))
     counts = handle.expert_rows
@@ -109,6 +128,7 @@ def npu_moe_distribute_combine_v2(
     const_expert_alpha_1: torch.Tensor | None = None,
     const_expert_alpha_2: torch.Tensor | None = None,
     const_expert_v: torch.Tensor | None = None,
+    performance_info: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x: the sum over slots of expert_scales times the experts' results, plus shared_expert_x."""
     op = "npu_moe_distribute_combine_v2"
@@ -121,14 +141,15 @@ def npu_moe_distribute_combine_v2(
         shared_expert_rank_num=(shared_expert_rank_num, (0,)),
         comm_quant_mode=(comm_quant_mode, (0,)),
     )
-    out, _ = group_ep.combine(
-        expand_x,
-        assist_info_for_combine,
-        weights=expert_scales,
-        shared_x=shared_expert_x,
-        ori_x=ori_x,
-        alpha1=const_expert_alpha_1,
-        alpha2=const_expert_alpha_2,
-        v=const_expert_v,
-    )
+    with _count_waiting(op, group_ep, performance_info):
+        out, _ = group_ep.combine(
+            expand_x,
+            assist_info_for_combine,
+            weights=expert_scales,
+            shared_x=shared_expert_x,
+            ori_x=ori_x,
+            alpha1=const_expert_alpha_1,
+            alpha2=const_expert_alpha_2,
+            v=const_expert_v,
+        )
     return out
