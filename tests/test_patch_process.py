@@ -1,5 +1,7 @@
 """patch() without a model, and what else is shared by all models of a process."""
 
+import functools
+import inspect
 import pathlib
 import subprocess
 import sys
@@ -10,10 +12,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import tiny_models as tiny  # noqa: E402
+from packed_case import assert_equal_runs, batch_of, exact, separate, should_pack, together  # noqa: E402
 from test_patch_models import T32, stock  # noqa: E402
 
 import tidegate  # noqa: E402
 from tidegate.errors import PackedInputError, PatchConflictError  # noqa: E402
+from tidegate.packed import support  # noqa: E402
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
@@ -37,27 +41,134 @@ def test_models_before_and_after(family, monkeypatch):
     assert calls == [] and not handle.installed
 
 
-# Layers before 5.9 keep the boundaries of a pack from the functions that patch() replaces (docs/packed.md).
-HANDED_ON = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 9)
+def forms_of(batch):
+    """Calls with a packed batch that the stock model gets wrong: by name, whether it may be run, and the arguments."""
+    positions, ones = batch["position_ids"], torch.ones_like(batch["position_ids"])
+    yield "all", True, batch
+    yield "defaults", True, {"cu_seq_lens_q": batch["cu_seq_lens_q"]}
+    yield "ids", True, {"seq_idx": batch["seq_idx"], "attention_mask": ones}
+    yield "positions", True, {"position_ids": positions, "padding_free": True}
+    yield "positions alone", False, {"position_ids": positions}
+    yield "positions with a mask", False, {"position_ids": positions, "attention_mask": ones, "use_cache": False}
+    yield "cache", False, {"seq_idx": batch["seq_idx"], "use_cache": True}
 
 
-@pytest.mark.skipif(not HANDED_ON, reason="this release hands no boundaries to linear attention")
-def test_a_pack_that_would_fill_a_cache_is_refused():
-    """Full attention of a model that only has our functions does not keep samples apart once there is a cache."""
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_pack_is_right_or_refused(family):
+    """In models made before and after, of every release; and nothing of it stays in the classes."""
+    before, lengths, runs = tiny.build(family), (24, 1, 39), []
+    cls, (ids, batch) = type(before.model), batch_of(lengths)
+    attributes, signature = dict(vars(cls)), inspect.signature(cls.forward)
+    takes = should_pack(family) and support.hands_keywords_on(before.model.layers[0])
+    with tidegate.patch() as handle:
+        assert inspect.signature(cls.forward) == signature and handle.report().only(op="packed", status="installed")
+        for model in (before, tiny.build(family)):
+            want = separate(model, lengths)
+            for name, allowed, arguments in forms_of(batch):
+                if allowed and takes:
+                    assert tiny.relative(tiny.logits(model, ids, **arguments)[0], want[0]) < T32, name
+                else:
+                    with pytest.raises(PackedInputError):
+                        model(ids, **arguments)
+            if takes:
+                runs.append((together(model, ids, **batch), want))
+            tiny.logits(model, ids)
+            tiny.logits(model, ids, position_ids=torch.arange(64)[None])  # one sequence may fill a cache
+    assert dict(vars(cls)) == attributes and cls.forward is attributes["forward"]
+    for got, want in runs:
+        assert_equal_runs(got, want, truth=lambda: exact(family, lengths))
+
+
+def test_three_rows_of_positions():
+    """They have no row for the text, which is where Transformers' masks see that positions restart."""
+    model = tiny.build("qwen3_5", layer_types=["full_attention"] * 4)
+    ids, batch = batch_of((24, 40))
     with tidegate.patch():
-        model = tiny.build("qwen3_5")
-        batch = tidegate.pack([{"input_ids": tiny.tokens(1, n)[0].tolist()} for n in (9, 14)])
-        with torch.no_grad(), pytest.raises((PackedInputError, ValueError), match="cache|cu_seq"):
-            model(**batch)
-        model(input_ids=batch["input_ids"])  # one sequence may fill it
+        want = separate(model, (24, 40))[0]
+        rows = batch["position_ids"].expand(3, 1, -1)
+        assert tiny.relative(tiny.logits(model, ids, position_ids=rows, padding_free=True)[0], want) < T32
+
+
+def test_attention_that_does_not_see_boundaries():
+    model, (ids, batch) = tiny.build("qwen3_5"), batch_of((24, 40))
+    model.config._attn_implementation = "flash_attention_2"
+    with tidegate.patch(), pytest.raises(PackedInputError, match="full attention runs 'flash_attention_2'"):
+        model(ids, **batch)
+
+
+def test_layers_that_someone_else_runs():
+    model, (ids, batch) = tiny.build("qwen3_5"), batch_of((24, 40))
+    layer = tiny.linear_layers(model)[1]
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    with tidegate.patch(), pytest.raises(PackedInputError, match="layers.1.linear_attn does not|keep the boundaries"):
+        model(ids, **batch)
+
+
+@pytest.mark.slow
+def test_compiled():
+    """A graph made before sees the patch; one made under it holds the checks, and what a pack needs."""
+    torch._dynamo.reset()
+    model, (ids, batch) = tiny.build("qwen3_5", layers=2), batch_of((24, 40))
+    positions = torch.arange(64)[None]
+    takes = support.hands_keywords_on(model.model.layers[0])
+    compiled = torch.compile(model, fullgraph=takes, backend="aot_eager")  # older models branch on values themselves
+    call = dict(use_cache=False, position_ids=positions)
+    want = tiny.logits(compiled, ids, **call)
+    with tidegate.patch():
+        assert tiny.relative(tiny.logits(compiled, ids, **call), want) < T32
+        with pytest.raises(PackedInputError, match="restart at token 24"):
+            tiny.logits(compiled, ids, **call | {"position_ids": batch["position_ids"]})
+        if takes:
+            assert torch.equal(tiny.logits(compiled, ids, **batch), tiny.logits(model, ids, **batch))
+        else:
+            with pytest.raises((PackedInputError, torch._dynamo.exc.Unsupported), match="keep the boundaries"):
+                tiny.logits(compiled, ids, **batch)
+    assert torch.equal(tiny.logits(compiled, ids, **call), want)
+
+
+def test_a_model_with_a_patch_of_its_own():
+    """It keeps samples apart in every release, whichever patch comes or goes first."""
+    ids, batch = batch_of((24, 40))
+    first = tiny.build("qwen3_5")
+    tidegate.patch(first)
+    want = tiny.logits(first, ids, **batch)
+    with tidegate.patch():
+        second = tiny.build("qwen3_5")
+        handle = tidegate.patch(second)
+        assert all(torch.equal(tiny.logits(model, ids, **batch), want) for model in (first, second))
+    assert all(torch.equal(tiny.logits(model, ids, **batch), want) for model in (first, second))
+    handle.undo()
+    assert tiny.logits(second, ids).isfinite().all()
+
+
+def test_a_forward_that_someone_wraps(monkeypatch):
+    model, (ids, batch) = tiny.build("qwen3_5"), batch_of((24, 40))
+    cls, calls = type(model.model), []
+    handle = tidegate.patch()
+    ours = cls.forward
+
+    @functools.wraps(ours)
+    def theirs(*args, **kwargs):
+        calls.append(0)
+        return ours(*args, **kwargs)
+
+    monkeypatch.setattr(cls, "forward", theirs)
+    assert tidegate.patch() is handle and cls.forward is theirs and not handle.report().only(status="lost")
+    with pytest.raises(PackedInputError):
+        model(ids, position_ids=batch["position_ids"])
+    with pytest.warns(UserWarning, match="calling the original"):
+        handle.undo()
+    calls.clear()
+    tiny.logits(model, ids, position_ids=batch["position_ids"], use_cache=False)  # the stock model's answer
+    assert calls == [0]
 
 
 def test_the_scope_of_a_model_is_its_family():
     model = tiny.build("qwen3_5")
     with tidegate.patch(model, scope="process") as handle:
-        assert {site.path for site in handle.sites if "." in site.path} == {
-            "transformers.models.qwen3_5.modeling_qwen3_5"
-        }
+        file = "transformers.models.qwen3_5.modeling_qwen3_5"
+        assert {site.path for site in handle.sites if "." in site.path} == {file, f"{file}.Qwen3_5TextModel"}
 
 
 def test_two_models_of_one_configuration():

@@ -94,5 +94,9 @@ def prepare(padding_free, why_not, arguments, batch, tokens):
         strict_positions=bool(padding_free),
     )
     lengths = {name: tokens if value is None else value for name, value in lengths.items()}
-    arguments.update(attention_mask=None, use_cache=False, position_ids=made if positions is None else positions)
+    if positions is None:
+        positions = made
+    elif positions.dim() == 3 and positions.shape[0] == 3:  # Transformers' masks see restarts in a row for the text
+        positions = torch.cat([made[None], positions])
+    arguments.update(attention_mask=None, use_cache=False, position_ids=positions)
     return {**arguments, "cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "seq_idx": seq_idx, **lengths}

@@ -12,9 +12,8 @@ from tidegate.patch.site import ForwardSite, Site, call_original
 PACKED, ATTENTION = "packed", "attention"
 
 
-@functools.cache
-def _text_forward(padding_free, refusal):
-    """The forward of a text model for one setting of padding_free; refusal: why the model cannot be packed at all."""
+def text_forward(padding_free, why_not, original):
+    """A forward of text models that looks at its input first; why_not(text_model): why it cannot be packed."""
 
     def forward(
         self,
@@ -39,15 +38,24 @@ def _text_forward(padding_free, refusal):
         if kwargs.get("sequence_parallel") is not None:  # a shard; the whole batch was checked before it was cut
             arguments["attention_mask"] = torch.empty(1, 1, 0, 0, dtype=torch.bool)  # so that no mask is made
         elif tokens is not None:  # else the original says what is missing
-            why_not = functools.partial(_why_not, self, refusal)
-            arguments = prepare(padding_free, why_not, arguments, tokens.shape[0], tokens.shape[1])
-        return call_original(self, PACKED, **arguments)
+            refusal = functools.partial(why_not, self)
+            arguments = prepare(padding_free, refusal, arguments, tokens.shape[0], tokens.shape[1])
+        return original(self, **arguments)
 
     return forward
 
 
-def _why_not(text_model, refusal):
-    return refusal or support.state_refusal(text_model)
+@functools.cache
+def _text_forward(padding_free, refusal):
+    """That of one instance; refusal: why the model cannot be packed at all."""
+
+    def why_not(text_model):
+        return refusal or support.state_refusal(text_model)
+
+    def original(text_model, **arguments):
+        return call_original(text_model, PACKED, **arguments)
+
+    return text_forward(padding_free, why_not, original)
 
 
 class _HandingOn:

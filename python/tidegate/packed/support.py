@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from tidegate.packed.attention import PATCHED
-from tidegate.patch.site import record_of
+from tidegate.patch.gdn_ops import as_attributes, replacements
+from tidegate.patch.site import foreign_forward, record_of
 
 TEXT_MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 MIXERS = {"linear_attn", "self_attn"}
@@ -58,6 +59,30 @@ def hands_keywords_on(layer):
     """Whether a decoder layer gives its keyword arguments to its linear attention. Both learned it in one release."""
     parameters = inspect.signature(type(layer.linear_attn).forward).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+@torch.compiler.assume_constant_result
+def _unserved(text_model, options):
+    """Why a model's own code, calling our functions, does not keep sequences apart; empty if it does."""
+    functions = as_attributes(replacements(options))
+    for i, layer in enumerate(text_model.layers):
+        mixer = getattr(layer, "linear_attn", None)
+        if mixer is None:
+            continue
+        if not hands_keywords_on(layer):
+            return "decoder layers of this release keep the boundaries from linear attention; tidegate.patch the model"
+        kept = ((mixer.__dict__[name], function) for name, function in functions.items() if name in mixer.__dict__)
+        if foreign_forward(mixer) or any(getattr(value, "function", value) is not function for value, function in kept):
+            return f"layers.{i}.linear_attn does not call our functions; tidegate.patch the model"
+    return structure_refusal(text_model, options)
+
+
+def stock_refusal(text_model, options):
+    """Why packed input cannot run in a model that only has our functions: its full attention is Transformers' own."""
+    chosen = text_model.config._attn_implementation
+    if chosen not in ("sdpa", "eager"):
+        return f"full attention runs {chosen!r}, which is not known to see boundaries; tidegate.patch the model"
+    return _unserved(text_model, options)
 
 
 def _mixer_refusal(layer, mixer):

@@ -1,20 +1,25 @@
 """patch() for the whole process: the functions that the modeling files of Transformers call, replaced in those files.
 
-Every model of a family is served, whenever it was made. Its own forward stays, only the operators in it are ours.
+Every model of a family is served, whenever it was made. The forwards of its layers stay, only the operators in them are
+ours. That of its text model looks at the input first, so that packed samples are kept apart or refused.
 """
 
+import functools
 import gc
 import importlib
 import importlib.util
 import sys
 
 from tidegate.errors import NothingPatchedError, PatchConflictError
+from tidegate.packed.sites import PACKED, text_forward
+from tidegate.packed.support import stock_refusal
 from tidegate.patch import gdn_ops
+from tidegate.patch.code import attribute_names
 from tidegate.patch.gdn_families import FAMILIES, family_of
 from tidegate.patch.gdn_original import AttributeSite, attributes_of
 from tidegate.patch.handle import PatchHandle
 from tidegate.patch.resolve import named_modules
-from tidegate.patch.site import MISSING, Site, foreign_forward, record_of
+from tidegate.patch.site import MISSING, Site, foreign_forward, reaches, record_of
 
 # How older modeling files, whose layers copy the functions when they are made, call what others name torch_...
 OLDER = {
@@ -48,6 +53,37 @@ class GlobalsSite(Site):
         return all(self.module.__dict__.get(name) is function for name, function in self.functions.items())
 
 
+class TextModelSite(Site):
+    """The forward of a class of text models. `module` is the class."""
+
+    def __init__(self, path, cls, options):
+        super().__init__(path, PACKED, cls, "H:class")
+        original = self.original = cls.__dict__["forward"]
+        looking = text_forward(options.padding_free, functools.partial(stock_refusal, options=options), original)
+
+        @functools.wraps(original)
+        def forward(text_model, *args, **kwargs):
+            record = record_of(text_model)
+            own = None if record is None else record.sites.get(PACKED)
+            looked = own is not None and own.active  # it is patched itself, which is more than we can do for it here
+            return (looking if self.active and not looked else original)(text_model, *args, **kwargs)
+
+        self.function = forward
+
+    def _install(self):
+        if not self.intact():
+            self.module.forward = self.function
+
+    def _remove(self):
+        if self.module.__dict__["forward"] is not self.function:
+            return self.intact()
+        self.module.forward = self.original
+        return False
+
+    def intact(self):
+        return reaches(self.module.__dict__["forward"], self.function)
+
+
 def _file(family):
     """The modeling file of a family as a module, or None if this Transformers does not have it."""
     name = f"transformers.models.{family}.modeling_{family}"
@@ -59,10 +95,18 @@ def _file(family):
         return None
 
 
-def _sites(family, functions):
+def _text_models(file):
+    """The classes of a modeling file whose instances own the embeddings and the layers of a text model."""
+    classes = [value for value in vars(file).values() if isinstance(value, type) and "forward" in value.__dict__]
+    return [cls for cls in classes if {"embed_tokens", "layers"} <= attribute_names(cls.__init__)]
+
+
+def _sites(family, options):
     file = _file(family)
     if file is None:
         return []
+    functions = gdn_ops.replacements(options)
+    models = [TextModelSite(f"{file.__name__}.{cls.__name__}", cls, options) for cls in _text_models(file)]
     if all(name in file.__dict__ for name in OLDER.values()):  # layers copy what they call when they are made
         renamed = {OLDER.get(name, name): function for name, function in functions.items()}
         renamed = {name: function for name, function in renamed.items() if name in file.__dict__}
@@ -76,9 +120,9 @@ def _sites(family, functions):
             and foreign_forward(layer) is None
             and (attributes := attributes_of(layer, functions))
         ]
-        return [GlobalsSite(file.__name__, file, renamed), *sites]
+        return [GlobalsSite(file.__name__, file, renamed), *sites, *models]
     here = {name: function for name, function in functions.items() if name in file.__dict__}
-    return [GlobalsSite(file.__name__, file, here)] if here else []
+    return [GlobalsSite(file.__name__, file, here), *models] if here else []
 
 
 def patch_process(root, settings, replace):
@@ -100,7 +144,7 @@ def patch_process(root, settings, replace):
                 return _handle
     if not options.on("gdn"):
         return PatchHandle(None, settings, notes=[f"nothing is installed: {options.why_off('gdn')}"])
-    sites = [site for family in families for site in _sites(family, gdn_ops.replacements(options))]
+    sites = [site for family in families for site in _sites(family, options)]
     if not sites and options.strict:
         raise NothingPatchedError(f"no modeling file of {', '.join(FAMILIES)} found: is Transformers installed?")
     if _handle is None or not _handle.installed:

@@ -147,7 +147,7 @@ def is_bound(value, function, module):
     return value.__func__ is function or (isinstance(function, str) and getattr(value, "tidegate", None) == function)
 
 
-def _reaches(value, target, depth=4):
+def reaches(value, target, depth=4):
     """Whether a callable holds another one: as a partial, a closure or a wrapped function."""
     if value is target or value == target:
         return True
@@ -161,7 +161,7 @@ def _reaches(value, target, depth=4):
             parts.append(cell.cell_contents)
         except ValueError:  # an empty cell
             continue
-    return any(_reaches(part, target, depth - 1) for part in parts if callable(part))
+    return any(reaches(part, target, depth - 1) for part in parts if callable(part))
 
 
 def own_forward(module):
@@ -227,12 +227,12 @@ class ForwardSite(Site):
             else:
                 setattr(module, name, before)
             return False
-        return value is not MISSING and _reaches(value, types.MethodType(self.bound, module))
+        return value is not MISSING and reaches(value, types.MethodType(self.bound, module))
 
     def intact(self):
         value = own_forward(self.module)[1]
         return is_bound(value, self.op, self.module) or (
-            value is not MISSING and _reaches(value, types.MethodType(self.bound, self.module))
+            value is not MISSING and reaches(value, types.MethodType(self.bound, self.module))
         )
 
     def copy_to(self, module, memo):
