@@ -90,6 +90,28 @@ def test_a_router_that_does_something_else_is_refused(monkeypatch):
         tidegate.patch(tiny_models.build("qwen3_5_moe"), ops=("router",))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_that_come_later(family, monkeypatch):
+    """Routers on the meta device are installed unchecked; those that nobody knows must be tested."""
+    stock = tiny_models.build(family)
+    with torch.device("meta"):
+        model, unknown = (type(stock)(stock.config).eval() for _ in range(2))
+    handle = tidegate.patch(model)
+    rows = handle.report().only(op="router")
+    assert {(row.status, row.checked) for row in rows} == {("installed", "unchecked: meta")} and len(rows) == 4
+    model.to_empty(device="cpu")
+    model.load_state_dict(stock.state_dict())
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    x = torch.randn(7, 32)
+    for got, want in zip(routers(model)[0](x), routers(stock)[0](x), strict=True):
+        assert got.dtype == want.dtype and error(got.float(), want.float()) < 1e-5
+    ids = tiny_models.tokens(2, 40)
+    assert error(tiny_models.logits(model, ids), tiny_models.logits(stock, ids)) < 1e-5
+    monkeypatch.setattr(router, "KNOWN", ())
+    rows = tidegate.patch(unknown).report().only(op="router")
+    assert {row.status for row in rows} == {"refused"} and "must be tested" in rows[0].reason
+
+
 def test_nan_is_an_error_that_names_the_token():
     model = tiny_models.build("qwen3_5_moe")
     tidegate.patch(model, ops=("router",))
