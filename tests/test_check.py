@@ -39,6 +39,7 @@ def test_patched_models_pass(family, capsys):
 def test_isolation_of_patched_models(family):
     report = tidegate.check_isolation(packable(family))
     assert report.ok and {row.what for row in report.rows} >= {"conv keeps samples apart", "state keeps samples apart"}
+    assert next(row.error for row in report.rows if row.what == CACHED) <= 2e-5
 
 
 @pytest.mark.parametrize("arguments, also", [(None, set()), ({}, {"attention"})], ids=["no cache", "default"])
@@ -50,6 +51,40 @@ def test_stock_models_leak(arguments, also):
     found = {row.what.split()[0] for row in caught.value.report.failed() if "keeps samples apart" in row.what}
     assert found == {"conv", "state"} | also
     assert "samples see each other in layers 0, 1, 2" in str(caught.value)
+
+
+CACHED = "packed, use_cache at its default, vs separate: logits"
+
+
+def test_a_leak_of_the_default_cache_alone():
+    """Full attention of Transformers keeps samples apart by their positions, but not once it fills a cache."""
+    model = tiny_models.build("qwen3_5", layer_types=["full_attention"] * 4)
+    try:
+        model(tiny_models.tokens(1, 3), use_cache=True)
+    except ValueError:
+        report = tidegate.check_isolation(model, inputs=("position_ids",))  # this release has no cache for it
+        assert next(row.note for row in report.rows if row.what == CACHED).startswith("refused: ValueError")
+        return
+    with pytest.raises(IsolationError, match="pass use_cache=False") as caught:
+        tidegate.check_isolation(model, inputs=("position_ids",))
+    assert failed(caught.value.report) == {CACHED}
+    assert CACHED in failed(tidegate.check(model, show=False))
+    report = tidegate.check_isolation(model, inputs=("position_ids",), arguments={"use_cache": False})
+    assert CACHED not in {row.what for row in report.rows}
+
+
+def test_a_refusal_of_the_default_cache_is_no_leak():
+    model = packable("qwen3_5")
+
+    def refuse(module, args, kwargs):
+        if "use_cache" not in kwargs:
+            raise PackedInputError("packed input cannot fill a cache")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    report = tidegate.check_isolation(model)
+    assert next(row.note for row in report.rows if row.what == CACHED) == (
+        "refused: PackedInputError: packed input cannot fill a cache"
+    )
 
 
 def test_stock_models_are_checked_too():

@@ -11,6 +11,7 @@ from tidegate.errors import IsolationError, PackedInputError
 from tidegate.packed import pack
 
 METADATA = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+NO_CACHE = {"use_cache": False}
 
 
 class Packed:
@@ -18,7 +19,7 @@ class Packed:
 
     def __init__(self, model, lengths, inputs=None, arguments=None):
         self.model, self.inputs, self.note = model, inputs, ""
-        self.arguments = {"use_cache": False} if arguments is None else arguments
+        self.arguments = NO_CACHE if arguments is None else arguments
         self.samples = [run.random_ids(model, length) for length in lengths]
         ends = torch.tensor(lengths).cumsum(0).tolist()
         self.spans = [(end - length, end) for length, end in zip(lengths, ends, strict=True)]
@@ -69,6 +70,21 @@ def compare_packed(report, packed, separate, parameters, limit):
     compare(report, "packed vs separate", together, separate, limit, packed.note)
 
 
+def compare_with_cache(report, packed, expected, limit):
+    """A row for the same call with use_cache at its default, which fills a cache unless the model sees to it."""
+    if packed.arguments is not NO_CACHE:  # the caller's own choice
+        return
+    what = "packed, use_cache at its default, vs separate: logits"
+    metadata = {name: value for name, value in packed.metadata().items() if name not in NO_CACHE}
+    try:
+        error = run.error_of(run.logits_of(packed.model, packed.ids, **metadata), expected)
+    except Exception as refusal:  # noqa: BLE001  (a foreign backend: whatever it says; an error is no leak)
+        text = str(refusal).strip().split("\n")[0]
+        report.add(what, ok=True, note=f"refused: {type(refusal).__name__}: {text[:100]}")
+        return
+    report.add(what, error, limit, note="" if error <= limit else "samples see each other; pass use_cache=False")
+
+
 def add_parts(report, packed, tolerance=0.0):
     """One row for each of conv, state and attention that the model has."""
     text_model = run.text_model(packed.model)
@@ -113,7 +129,8 @@ def check_isolation(
     parameters), replaces one sample after the other (the others must keep every bit; `tolerance` is for kernels whose
     rows depend on the size of their group) and names the part that leaks: conv, state or attention. `inputs` names the
     arguments that describe the packing (default: all that tidegate.pack makes, or position_ids if the model refuses);
-    `arguments` are the others of the packed call, as your training passes them (default: use_cache=False).
+    `arguments` are the others of the packed call, as your training passes them. By default that is use_cache=False, and
+    the logits are compared without it too: a model that fills a cache by default may leak there, or refuse.
     """
     run.require_weights("check_isolation", model)
     unknown = [name for name in inputs or () if name not in METADATA]
@@ -124,7 +141,9 @@ def check_isolation(
         packed = Packed(model, list(lengths), inputs, arguments)
         packed.choose_inputs()
         parameters = [p for p in model.parameters() if p.requires_grad]
-        compare_packed(report, packed, separate_runs(packed, parameters), parameters, run.limit_of(model))
+        separate, limit = separate_runs(packed, parameters), run.limit_of(model)
+        compare_packed(report, packed, separate, parameters, limit)
+        compare_with_cache(report, packed, separate[0], limit)
         _add_replacements(report, packed, tolerance)
         add_parts(report, packed, tolerance)
     if not report.ok:

@@ -91,6 +91,7 @@ def check(model: torch.nn.Module, *, seed: int = 0, show: bool = True) -> Report
             with _noting(report, "packed vs separate"):
                 packed.choose_inputs()
                 isolation.compare_packed(report, packed, separate, parameters, limit)
+                isolation.compare_with_cache(report, packed, separate[0], limit)
                 if not report.ok:
                     isolation.add_parts(report, packed)
             with _noting(report, "padded vs unpadded"):
