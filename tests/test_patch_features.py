@@ -13,6 +13,7 @@ from test_patch_models import T32, on_torch, pair, stock  # noqa: E402
 
 import tidegate  # noqa: E402
 from tidegate.errors import NothingPatchedError, OptionError, PatchConflictError, PatchError  # noqa: E402
+from tidegate.patch import Site  # noqa: E402
 
 
 def dicts(model):
@@ -78,6 +79,31 @@ def test_undo_leaves_nothing():
     assert dicts(model) == before and model.config.to_dict() == values
     ids = tiny.tokens()
     assert torch.equal(tiny.logits(on_torch(model), ids), tiny.logits(stock("qwen3_5_moe"), ids))
+
+
+def test_a_failure_at_any_place_leaves_nothing(monkeypatch):
+    """Sites of every kind, in a real model: the exception arrives, and nothing of the patch stays."""
+    model = tiny.build("qwen3_5_moe", layers=2)
+    before, values = dicts(model), copy.deepcopy(model.config.to_dict())
+    with tidegate.patch(model, check="off") as handle:
+        count, kinds = len(handle.installed), {type(site) for site in handle.installed}
+    assert len(kinds) > 1
+    real, left = Site.install, []
+
+    def install(site, *args):
+        left.pop()
+        real(site, *args)
+        if not left:
+            raise MemoryError("planted")
+
+    monkeypatch.setattr(Site, "install", install)
+    for place in range(1, count + 1):
+        left[:] = [0] * place
+        with pytest.raises(MemoryError, match="planted"):
+            tidegate.patch(model, check="off")
+        assert dicts(model) == before and model.config.to_dict() == values and tidegate.report(model) == []
+    ids = tiny.tokens()
+    assert torch.equal(tiny.logits(on_torch(model), ids), tiny.logits(stock("qwen3_5_moe", layers=2), ids))
 
 
 @pytest.mark.parametrize("hook_first", [True, False])

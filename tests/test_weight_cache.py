@@ -128,6 +128,25 @@ def test_changes_are_seen(change):
     assert held(model) > 0
 
 
+def test_memory_that_is_freed_and_taken_again():
+    """Round after round at the same address, with the same version, shape and type."""
+    model, plain = build(), build(cached=False)
+    for i in range(50):
+        for module, other in zip(experts(model), experts(plain), strict=True):
+            new = torch.randn(module.down_proj.shape, generator=torch.Generator().manual_seed(i))
+            module.down_proj.data = torch.empty(0)
+            module.down_proj.data, other.down_proj.data = new, new
+        assert_bits(f"round {i}", tiny_models.logits(model, IDS), tiny_models.logits(plain, IDS))
+    assert held(model) > 0
+
+
+def test_another_type():
+    model = build()
+    tiny_models.logits(model, IDS)
+    model.to(torch.bfloat16)
+    assert_bits("logits", tiny_models.logits(model, IDS), fresh(model))
+
+
 def test_a_write_of_one_number_needs_invalidate():
     model = build()
     before = tiny_models.logits(model, IDS)
