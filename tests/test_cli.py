@@ -148,7 +148,11 @@ def test_train_refuses_bad_data(run, folder, tmp_path):
     assert run(*arguments)[0] == 2
     data.write_text('{"text": "fine"}\n{"txt": "wrong"}\n')
     code, _, err = run(*arguments)
-    assert code == 2 and f"{data}:2: KeyError" in err and '{"text": "..."}' in err
+    assert (
+        code == 2
+        and f"{data}:2: TypeError: expected text, messages or input_ids, got " in err
+        and '{"text": "..."}' in err
+    )
     code, _, err = run(*arguments, "--packed", "--unpatched")
     assert code == 2 and "see each other" in err
     for line, text in {

@@ -145,6 +145,19 @@ def test_packed_samples_need_the_patch(run, arguments, tmp_path, monkeypatch):
     assert names(tmp_path) == ["data.jsonl"]
 
 
+def test_ids_need_no_tokenizer_and_16_bits_are_named(run, arguments, folder, tmp_path):
+    data = tmp_path / "ids.jsonl"
+    data.write_text('{"input_ids": [1, 2, 3, 4]}\n')
+    arguments = [data if argument == tmp_path / "data.jsonl" else argument for argument in arguments]
+    arguments.remove("--bytes")
+    code, _, err = run(*arguments, "--dtype", "bfloat16")
+    assert code == 0 and "AdamW loses small steps in 16 bits" in err
+    data.write_text('{"input_ids": [1, 2, 3, 4]}\n{"text": "tide"}\n')
+    arguments[arguments.index(tmp_path / "out")] = tmp_path / "other"
+    code, _, err = run(*arguments)
+    assert code == 2 and "has no tokenizer" in err and "--bytes" in err
+
+
 def test_memory_counts_the_adapter(run, arguments, folder, monkeypatch):
     pytest.importorskip("peft")
     model = adapters.adapt(transformers.AutoModelForCausalLM.from_pretrained(folder), 16)

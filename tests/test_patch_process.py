@@ -164,6 +164,13 @@ def test_a_forward_that_someone_wraps(monkeypatch):
     assert calls == [0]
 
 
+def test_unpatch_without_a_model():
+    forward = type(tiny.build("qwen3_5").model).forward
+    tidegate.patch()
+    assert tidegate.unpatch() and type(tiny.build("qwen3_5").model).forward is forward
+    assert not tidegate.unpatch()
+
+
 def test_the_scope_of_a_model_is_its_family():
     model = tiny.build("qwen3_5")
     with tidegate.patch(model, scope="process") as handle:

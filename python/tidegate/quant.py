@@ -143,7 +143,8 @@ def _refuse_to_save(*args, **kwargs):
     """Stands in for save_pretrained. Of this module, so that torch.save and copies find it."""
     raise RuntimeError(
         "save_pretrained: expected experts that Transformers knows, got int8 ones of tidegate.quantize_experts, which "
-        "would be loaded as experts that were never trained: save before quantising, or after undo()"
+        "would be loaded as experts that were never trained: save before quantising, or after undo(), which needs "
+        "keep_original=True"
     )
 
 
@@ -182,9 +183,14 @@ def quantize_experts(model: nn.Module, *, keep_original: bool = False) -> Quanti
     keep_original=True allows undo() and keeps both copies in memory. print() of the result says what memory it took.
     save_pretrained raises from then on: no release of Transformers could load the result.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"quantize_experts: model: expected a torch.nn.Module, got {type(model).__name__}")
     found = []
     for path, parent in model.named_modules():
         for attribute, child in parent.named_children():
+            if isinstance(child, QuantizedExperts):
+                name = f"{path}.{attribute}" if path else attribute
+                raise ValueError(f"quantize_experts: {name}: expected experts in a float type, got int8 ones")
             tensors = [getattr(child, n, None) for n in ("gate_up_proj", "down_proj")]
             if all(isinstance(t, torch.Tensor) and t.dim() == 3 for t in tensors):
                 name = f"{path}.{attribute}" if path else attribute

@@ -44,6 +44,8 @@ class Report:
             lines.append("  ".join([f"{row[0]:<{widths[0]}}", *(f"{row[i]:>{widths[i]}}" for i in (1, 2, 3)), row[4]]))
         bad = self.failed()
         verdict = f"{len(bad)} of {len(self.rows)} comparisons failed: {', '.join(row.what for row in bad)}"
-        return "\n".join([*(line.rstrip() for line in lines), f"verdict: {verdict if bad else 'all equal'}"])
+        return "\n".join(
+            [*(line.rstrip() for line in lines), f"verdict: {verdict if bad else 'all equal within the limits'}"]
+        )
 
     __repr__ = __str__

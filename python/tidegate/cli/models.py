@@ -166,15 +166,13 @@ class Tokens:
     """Text to tokens and back: the folder's tokenizer, or bytes."""
 
     def __init__(self, name: str, as_bytes: bool):
-        self.tokenizer = None
+        self.tokenizer, self.missing = None, None
         if as_bytes:
             return
         folder = folder_of(name)
         if not any(folder.glob("tokenizer*")):
-            raise Failure(
-                f"{folder} has no tokenizer",
-                "copy the tokenizer's files into the folder; a model of bytes (as the demo's) wants --bytes",
-            )
+            self.missing = folder
+            return
         import transformers
 
         try:
@@ -189,10 +187,20 @@ class Tokens:
         """The token that ends a text, or None."""
         return None if self.tokenizer is None else self.tokenizer.eos_token_id
 
+    def require(self):
+        """Fails where text cannot become tokens; samples of ids need no tokenizer."""
+        if self.missing:
+            raise Failure(
+                f"{self.missing} has no tokenizer",
+                "copy the tokenizer's files into the folder; a model of bytes (as the demo's) wants --bytes",
+            )
+
     def encode(self, text: str) -> list[int]:
+        self.require()
         return list(text.encode()) if self.tokenizer is None else self.tokenizer(text)["input_ids"]
 
     def encode_chat(self, messages) -> list[int]:
+        self.require()
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise Failure("messages need a tokenizer with a chat template", 'use lines with "text" instead')
         return self.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]

@@ -69,5 +69,5 @@ def run(options):
     else:
         print(found)
         if rows is not None:
-            print(f"\nwhat tidegate.patch takes in {options.model}:\n{rows}")
+            print(f"\nwhat tidegate.patch takes in {options.model}, without its weights and so not compared:\n{rows}")
     return 0

@@ -30,7 +30,11 @@ def add_arguments(parser):
     parser.add_argument("--output", type=Path, help="where the result goes (default: MODEL_DIR-trained)")
     parser.add_argument("--save-every", type=command.positive, metavar="N", help="also save after every N steps")
     parser.add_argument("--packed", action="store_true", help="samples in one row, no padding")
-    parser.add_argument("--lora", action="store_true", help="train an adapter (needs peft), not the weights")
+    parser.add_argument(
+        "--lora",
+        action="store_true",
+        help="train an adapter (needs peft) on the projections of attention, not the weights",
+    )
     parser.add_argument("--rank", type=command.positive, default=16, help="of the adapter (default 16)")
     parser.add_argument("--epochs", type=command.positive, default=1, help="passes over the data (default 1)")
     parser.add_argument("--steps", type=command.positive, help="stop after so many steps")
@@ -72,7 +76,9 @@ def check_vocabulary(samples, size: int, path: Path):
 def read_samples(path: Path, tokens, length: int):
     """One {"input_ids", "labels"} a line; a wrong line fails with its number."""
     if not path.is_file():
-        raise command.Failure(f"{path}: no such file", 'write one JSON object a line, for instance {"text": "..."}')
+        raise command.Failure(
+            f"{path}: no such file, or a folder", 'write one JSON object a line, for instance {"text": "..."}'
+        )
     samples, unlabelled = [], 0
     for number, line in enumerate(read_lines(path), 1):
         if not line.strip():
@@ -88,6 +94,8 @@ def read_samples(path: Path, tokens, length: int):
             elif "messages" in entry:
                 ids = tokens.encode_chat(entry["messages"])
             else:
+                if "text" not in entry:
+                    raise TypeError(f"expected text, messages or input_ids, got {', '.join(entry) or 'nothing'}")
                 if not isinstance(entry["text"], str):
                     raise TypeError("text: expected a string")
                 ids = tokens.encode(entry["text"])
@@ -193,6 +201,8 @@ def run(options):
         step_tokens=min(options.batch_tokens, sum(len(sample["input_ids"]) for sample in samples)),
         adapter_bytes=4 * adapters.WIDTH * adapters.count(folder, options.rank) if options.lora else 0,
     )
+    if not options.lora and next(model.parameters()).dtype.itemsize < 4:
+        print("tidegate: AdamW loses small steps in 16 bits: --dtype float32 trains all of them", file=sys.stderr)
     check_vocabulary(samples, model.get_input_embeddings().num_embeddings, options.data)
     import torch
 

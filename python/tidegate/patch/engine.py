@@ -225,9 +225,11 @@ def _install(root, settings):
     return handle
 
 
-def unpatch(model: torch.nn.Module) -> bool:
-    """Undoes the patch of a model. True if there was one."""
-    handle = existing_handle(modules.core(model))
+def unpatch(model: torch.nn.Module | None = None) -> bool:
+    """Undoes the patch of a model, or without one that of the process. True if there was one."""
+    from tidegate.patch.process import process_handle
+
+    handle = process_handle() if model is None else existing_handle(modules.core(model))
     if handle is not None:
         handle.undo()
     return handle is not None

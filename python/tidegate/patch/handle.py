@@ -61,7 +61,7 @@ class PatchReport(list):
             "  ".join([*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
             for row in self
         ]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *self.notes]) or "not patched"
 
     __repr__ = __str__
 

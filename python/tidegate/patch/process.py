@@ -84,6 +84,11 @@ class TextModelSite(Site):
         return reaches(self.module.__dict__["forward"], self.function)
 
 
+def process_handle():
+    """The handle of the patch of the process, or None."""
+    return _handle if _handle is not None and _handle.installed else None
+
+
 def _file(family):
     """The modeling file of a family as a module, or None if this Transformers does not have it."""
     name = f"transformers.models.{family}.modeling_{family}"
