@@ -257,6 +257,28 @@ def lora_on_experts(rank, ranks):
             assert error(parameter.grad, want) < 1e-4, name
 
 
+def patched_afterwards(rank, ranks):
+    """A patch leaves experts that are spread over ranks where they are; the rest of the model is ours."""
+    import tiny_models
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+    ids = tiny_models.tokens(1, 12 + rank, seed=rank)
+    want = tiny_models.logits(tiny_models.build("qwen3_5_moe"), ids)
+    model = tidegate.ep.parallelize(tiny_models.build("qwen3_5_moe"), mesh)
+    calls, call = [], tidegate.ep.functions.call
+    tidegate.ep.functions.call = lambda name, *arguments: calls.append(name) or call(name, *arguments)
+    assert error(tiny_models.logits(model, ids), want) < 1e-5 and calls == ["experts"] * 4  # one a layer
+    handle = tidegate.patch(model)
+    assert handle.report().only(op="gdn_layer", status="installed")
+    assert error(tiny_models.logits(model, ids), want) < 1e-5 and calls == ["experts"] * 8
+    handle.undo()
+    assert error(tiny_models.logits(model, ids), want) < 1e-5 and calls == ["experts"] * 12
+
+
+def test_a_patch_after_experts_were_spread(tmp_path):
+    run_ranks(2, tmp_path / "ranks", patched_afterwards)
+
+
 def test_lora_on_the_experts(tmp_path):
     pytest.importorskip("peft")
     run_ranks(2, tmp_path / "ranks", lora_on_experts)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib.util
 
 import pytest
 import ranks as harness
@@ -18,6 +19,7 @@ from sequence_case import (  # noqa: E402
     batch,
     build,
     distance,
+    gradients,
     needs_support,
     one_process,
     refused,
@@ -95,6 +97,23 @@ def partly_frozen(ranks):
         local = handle.shard(dict(given, inputs_embeds=embeds), starts=(0, 20, 20, 41))
         got = together(handle, model, local)
     assert_same(got, (*want[:2], trained, want[3]), lambda: exact)
+
+
+def adapters_only(ranks):
+    """LoRA alone trains, in fp64, and one rank has no tokens: its backward takes part all the same."""
+    import peft
+
+    torch.manual_seed(1)
+    targets = ["in_proj_qkv", "out_proj", "q_proj", "down_proj"]
+    settings = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(copy.deepcopy(build("qwen3_5", dtype=torch.float64)), settings)
+    given = batch((30, 11))
+    model(**given, use_cache=False).loss.backward()
+    want = gradients(model)
+    with sequence_parallel(model, ranks.groups[3], "chain", grad_reduction="sum") as handle:
+        got = together(handle, model, handle.shard(given, starts=(0, 20, 20, 41)))[2]
+    assert got.keys() == want.keys() and all("lora_" in name for name in got)
+    assert all(distance(got[name], want[name]) <= 1e-12 for name in want)
 
 
 def empty_shard(ranks):
@@ -182,6 +201,8 @@ def cases():
     found.add("length-that-does-not-divide", 2, length_that_does_not_divide)
     found.add("padded-batches", 3, padded_batches)
     found.add("partly-frozen", 3, partly_frozen)
+    if importlib.util.find_spec("peft") is not None:
+        found.add("adapters-only", 3, adapters_only)
     found.add("router-loss", 3, router_loss)
     found.add("checkpointing", 3, checkpointing)
     found.add("text-model-alone", 2, text_model_alone)
