@@ -37,11 +37,11 @@ FloatEnvironment::~FloatEnvironment() { std::fesetenv(&saved_); }
 namespace {
 
 struct Job {
+  Shares tasks;
   ParallelBody body;
   void* context;
-  Shares tasks;
+  std::exception_ptr failure{};  // of the first task that threw; out of memory is the only expected reason
   std::atomic<bool> failed{false};
-  std::exception_ptr failure;  // of the first task that threw; out of memory is the only expected reason
 
   void work(std::int64_t worker) {
     const FloatEnvironment environment;
@@ -213,7 +213,7 @@ void run_parallel(std::int64_t tasks, ParallelBody body, void* context) {
     run_alone(tasks, body, context);
     return;
   }
-  Job job{body, context, Shares(tasks, threads)};
+  Job job{Shares(tasks, threads), body, context};
   if (backend != nullptr) {
     // A static cut of the tasks, as pools have it, waits for the slowest of its parts: theirs are workers.
     backend(

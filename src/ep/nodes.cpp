@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <sstream>
 
 #include "base/checks.h"
 #include "base/expert_ids.h"
@@ -129,10 +130,11 @@ std::vector<std::int64_t> NodesBuffer::exchange_counts(const std::vector<std::in
     counts.push_back(theirs[r * kNumbers]);
     for (std::size_t i = 1; i < kNumbers; ++i) {
       if (mine[i] != theirs[r * kNumbers + i]) {
-        const std::string me = std::to_string(wire_.rank()), other = std::to_string(r);
-        throw Failure("ep_dispatch: group " + config_.name + ": rank " + me + " and rank " + other +
-                      " disagree: " + std::string(names[i]) + " is " + std::to_string(mine[i]) + " on rank " + me +
-                      " and " + std::to_string(theirs[r * kNumbers + i]) + " on rank " + other);
+        std::ostringstream text;
+        text << "ep_dispatch: group " << config_.name << ": rank " << wire_.rank() << " and rank " << r
+             << " disagree: " << names[i] << " is " << mine[i] << " on rank " << wire_.rank() << " and "
+             << theirs[r * kNumbers + i] << " on rank " << r;
+        throw Failure(text.str());
       }
     }
   }

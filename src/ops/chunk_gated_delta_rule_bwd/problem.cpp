@@ -40,7 +40,7 @@ chunk_gated_delta_rule::Problem check_call(const Tensors& t, const ChunkGatedDel
         " entries (a snapshot has no gradient)");
   check(options.state_indices.empty() && options.has_initial_state.empty(), kOp,
         ": state_indices: expected none, got a list (a pool has no gradient)");
-  const chunk_gated_delta_rule::Problem p = chunk_gated_delta_rule::check_call(kOp, t.rule, seq, options);
+  chunk_gated_delta_rule::Problem p = chunk_gated_delta_rule::check_call(kOp, t.rule, seq, options);
   const DeltaSizes& z = p.sizes;
   const Named k{"k", t.rule.k};
   const bool wide = t.rule.k.dtype == DType::kF64;

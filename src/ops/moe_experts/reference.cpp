@@ -2,7 +2,6 @@
 #include "ops/moe_experts/reference.h"
 
 #include <cmath>
-#include <functional>
 #include <vector>
 
 #include "base/element.h"
@@ -13,7 +12,12 @@ namespace {
 
 template <class Acc>
 using Row = std::vector<Acc>;
-using Place = std::function<std::int64_t(std::int64_t, std::int64_t)>;  // offset of element (n, k) of a weight
+
+// Offset of element (n, k) of a weight.
+struct Place {
+  std::int64_t first = 0, row = 0, column = 0;
+  std::int64_t operator()(std::int64_t n, std::int64_t k) const { return first + n * row + k * column; }
+};
 
 // One expert: where its weights stand, and where their gradients go.
 struct Expert {
@@ -26,14 +30,11 @@ struct Expert {
 
 // Offset of (n, k) in matrix e of a weight: rows first + step * n.
 Place place(const TensorView& t, WeightAxes axes, std::int64_t e, std::int64_t first, std::int64_t step) {
-  return [=](std::int64_t n, std::int64_t k) {
-    const std::int64_t row = first + step * n;
-    return axes == WeightAxes::kNK ? offset_of(t, e, row, k) : offset_of(t, e, k, row);
-  };
+  const bool nk = axes == WeightAxes::kNK;
+  const std::int64_t row = t.strides[nk ? 1 : 2];
+  return {e * t.strides[0] + first * row, step * row, t.strides[nk ? 2 : 1]};
 }
-Place place(const TensorView& t) {
-  return [=](std::int64_t n, std::int64_t k) { return offset_of(t, n, k); };
-}
+Place place(const TensorView& t) { return {0, t.strides[0], t.strides[1]}; }
 
 Expert routed(const MoeExpertsInputs& in, const MoeExpertsGradients& g, std::int64_t e, const MoeExpertsOptions& o) {
   const std::int64_t I = in.down.sizes[o.weight_axes == WeightAxes::kNK ? 2 : 1];
