@@ -69,6 +69,27 @@ def test_ctrl_c_waits_for_the_end_of_an_update():
     assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_waits_also_where_the_block_fails():
+    with pytest.raises(KeyboardInterrupt), saving.uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        raise OSError
+
+
+def test_ctrl_c_around_the_last_save_loses_nothing(run, arguments, tmp_path, monkeypatch):
+    """Before a part is written, and again while Ctrl-C is answered."""
+    real, calls = saving.save, []
+
+    def save(*parts):
+        os.kill(os.getpid(), signal.SIGINT)
+        calls.append(parts)
+        real(*parts)
+
+    monkeypatch.setattr(saving, "save", save)
+    code, _, err = run(*arguments)
+    assert code == 130 and len(calls) == 1 and "steps trained is saved to" in err
+    weight(tmp_path / "out")
+
+
 def test_saves_on_the_way_and_goes_on_alike(run, arguments, tmp_path, monkeypatch):
     saved, real = [], saving.save
     monkeypatch.setattr(saving, "save", lambda *parts: (real(*parts), saved.append(weight(tmp_path / "out"))))

@@ -11,7 +11,7 @@
 namespace tidegate {
 
 // A backend runs body(context, first, last) for disjoint ranges that cover [0, tasks). Its tasks are the workers of one
-// call, as many as it has threads at most; each takes pieces of the work until none is left.
+// call, as many as it has threads at most (if it tells how many); each takes pieces of the work until none is left.
 using ParallelBody = void (*)(void* context, std::int64_t first, std::int64_t last);
 using ParallelBackend = void (*)(std::int64_t tasks, ParallelBody body, void* context);
 

@@ -164,7 +164,7 @@ class QuantizedModel:
                 raise RuntimeError(f"quantize_experts: {name}: the original was not kept: use keep_original=True")
             setattr(parent, attribute, original)
         for module in self.unsaved:
-            del module.save_pretrained
+            module.__dict__.pop("save_pretrained", None)
         self.modules, self.unsaved = [], []
 
     def __str__(self):

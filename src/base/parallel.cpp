@@ -208,12 +208,13 @@ void run_parallel(std::int64_t tasks, ParallelBody body, void* context) {
     return;
   }
   const ParallelBackend backend = installed.load();
-  const int threads = parallel_threads();
-  if (tasks == 1 || threads == 1 || (backend == nullptr && inside_pool)) {
+  const bool known = backend == nullptr || installed_threads.load() != nullptr;
+  const std::int64_t workers = known ? parallel_threads() : tasks;  // as many as a pool of any size can use
+  if (tasks == 1 || workers == 1 || (backend == nullptr && inside_pool)) {
     run_alone(tasks, body, context);
     return;
   }
-  Job job{Shares(tasks, threads), body, context};
+  Job job{Shares(tasks, workers), body, context};
   if (backend != nullptr) {
     // A static cut of the tasks, as pools have it, waits for the slowest of its parts: theirs are workers.
     backend(
@@ -231,6 +232,7 @@ void run_parallel(std::int64_t tasks, ParallelBody body, void* context) {
     run_alone(tasks, body, context);
     return;
   }
+  const int threads = static_cast<int>(workers);
   if (pool == nullptr || pool->threads() != threads) {
     [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, forget_pool_in_child);
     delete pool;

@@ -175,6 +175,18 @@ TEST_F(ParallelTest, CustomBackendGetsEveryCall) {
   EXPECT_EQ(backend_calls, 1);
 }
 
+TEST_F(ParallelTest, ABackendOfUnknownSizeGetsWorkersForAnyThreadCount) {
+  set_num_threads(1);
+  backend_calls = 0;
+  set_parallel_backend(two_ranges);
+  EXPECT_EQ(sum_of_tasks(101), 5151);
+  EXPECT_EQ(backend_calls, 1);
+  const auto body = [](std::int64_t task) { task == 50 ? throw std::runtime_error("task") : void(); };
+  EXPECT_THROW(parallel_for(100, body), std::runtime_error);
+  EXPECT_EQ(sum_of_tasks(100), 5050);
+  set_parallel_backend(nullptr);
+}
+
 // As a pool with a static cut does it, with one thread that comes late.
 void late_second(std::int64_t tasks, ParallelBody body, void* context) {
   ASSERT_EQ(tasks, 2);

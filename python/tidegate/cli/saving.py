@@ -54,31 +54,30 @@ def uninterrupted():
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if pressed:
-        raise KeyboardInterrupt
+        if pressed:  # also where the block failed
+            raise KeyboardInterrupt
 
 
 def save(output: Path, *parts) -> None:
     """Calls save_pretrained of every part. Fails with what was at the place before still there, and nothing else."""
     partial, old = _beside(output, ".partial"), _beside(output, ".old")
-    with uninterrupted():
+    try:
+        for part in parts:
+            part.save_pretrained(partial)
+        if output.exists():
+            os.rename(output.resolve(), old)
         try:
-            for part in parts:
-                part.save_pretrained(partial)
-            if output.exists():
-                os.rename(output.resolve(), old)
-            try:
-                os.rename(partial, output.resolve())
-            except OSError:
-                if old.exists():
-                    os.rename(old, output.resolve())
-                raise
-        except Exception as error:  # noqa: BLE001  (a full disk is an OSError here and another one in safetensors)
-            shutil.rmtree(partial, ignore_errors=True)
-            before = "what was saved before is whole" if output.exists() else "nothing is saved"
-            raise Failure(
-                f"--output {output}: cannot save: {first_line(error)}",
-                f"{before}; make room, or name another folder",
-                MISSING,
-            ) from None
-        shutil.rmtree(old, ignore_errors=True)
+            os.rename(partial, output.resolve())
+        except OSError:
+            if old.exists():
+                os.rename(old, output.resolve())
+            raise
+    except Exception as error:  # noqa: BLE001  (a full disk is an OSError here and another one in safetensors)
+        shutil.rmtree(partial, ignore_errors=True)
+        before = "what was saved before is whole" if output.exists() else "nothing is saved"
+        raise Failure(
+            f"--output {output}: cannot save: {first_line(error)}",
+            f"{before}; make room, or name another folder",
+            MISSING,
+        ) from None
+    shutil.rmtree(old, ignore_errors=True)

@@ -221,12 +221,15 @@ def train(options, model, handle, samples, tokens, output):
     from tidegate.check.original import unpatched
 
     def save():
-        with unpatched(handle) if handle else contextlib.nullcontext():  # what is saved is a model of Transformers
-            saving.save(output, *(part for part in (model, tokens.tokenizer) if part is not None))
+        nonlocal saved
+        with saving.uninterrupted():
+            with unpatched(handle) if handle else contextlib.nullcontext():  # what is saved is a model of Transformers
+                saving.save(output, *(part for part in (model, tokens.tokenizer) if part is not None))
+            saved = len(losses)
 
     lr = options.lr or (1e-4 if options.lora else 1e-5)
     settings = dict(packed=options.packed, batch_tokens=options.batch_tokens, lr=lr, epochs=options.epochs)
-    start, seen, losses = time.perf_counter(), 0, []
+    start, seen, saved, losses = time.perf_counter(), 0, 0, []
     try:
         with tqdm(unit="step", desc="training") as bar:
             for step, total, loss, count in steps(model, samples, most=options.steps, seed=options.seed, **settings):
@@ -240,13 +243,14 @@ def train(options, model, handle, samples, tokens, output):
                         save()
                     except command.Failure as error:  # there is time to make room until the next one
                         bar.write(f"tidegate: not saved after step {step}: {error}", file=sys.stderr)
+        save()
     except KeyboardInterrupt:
-        if losses:
-            save()
-        done = f"what {len(losses)} steps trained is saved to {output}" if losses else "no step was done, nothing saved"
+        if saved < len(losses):
+            with contextlib.suppress(KeyboardInterrupt):  # pressed once more: it waits for the end of the save
+                save()
+        done = f"what {saved} steps trained is saved to {output}" if saved else "no step was done, nothing saved"
         print(f"tidegate: interrupted: {done}", file=sys.stderr)
         return command.INTERRUPTED
-    save()
     tail = losses[-max(1, len(losses) // 10) :]
     print(f"{len(losses)} steps, {seen} tokens, loss {losses[0]:.3f} -> {sum(tail) / len(tail):.3f}; saved to {output}")
     return 0
