@@ -10,6 +10,7 @@ from tidegate.errors import ExpertParallelError
 
 pytestmark = pytest.mark.skipif(tidegate.isa() == "fallback", reason="needs the native library")
 E, K, H, WIDTH, ZERO, COPY, CONST = 5, 4, 40, 8, 1, 2, 3
+SPECIAL = ("alpha1", "alpha2", "v")
 NAMES = "out dx dweights dgate_up ddown dalpha1 dalpha2 dv".split()
 
 
@@ -37,7 +38,7 @@ def step(buffer, ids, floats, dout, parts):
     x, weights, gate_up, down, *special = floats
     experts = slice(buffer.expert_begin[buffer.rank], buffer.expert_begin[buffer.rank + 1])
     given = leaves(x, weights, gate_up[experts], down[experts], *special)
-    named = dict(zip(("alpha1", "alpha2", "v"), given[4:], strict=True))
+    named = dict(zip(SPECIAL, given[4:], strict=True))
     if parts:
         rows, handle = tidegate.ep.dispatch(buffer, given[0], ids, given[1])
         ones = torch.ones_like(handle.row_weights)
@@ -100,6 +101,24 @@ def test_gradients_have_the_bits_of_one_process(counts, dtype, parts, tmp_path):
     if dtype == torch.float32:
         for name, got, want in zip(NAMES, one, plain(counts), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("big", [float("nan"), float("inf"), 1e20])  # the last: <dout, x> overflows
+def test_a_token_that_is_not_finite_only_reaches_its_special_experts(big):
+    ids, floats, dout = make(9, torch.float32)
+    x, weights, gate_up, _, *special = given = leaves(*floats)
+    ids[2], ids[3] = -1, torch.tensor([0, E, -1, E + ZERO])  # an ordinary expert, a zero expert, none, a copy
+    with torch.no_grad():
+        x[2:4] = big
+        gate_up.zero_()  # ordinary experts give 0 of what is finite
+    dout[2:4] = 1e20
+    out = tidegate.ep.experts(buffer_of(), x, ids, *given[1:4], **dict(zip(SPECIAL, special, strict=True)))
+    out.backward(dout)
+    assert weights.grad[2].tolist() == [0.0] * K
+    assert weights.grad[3, 1:3].tolist() == [0.0] * 2 and not weights.grad[3, 3].isfinite()
+    if big == 1e20:
+        assert weights.grad[3, 0] == 0
+    assert torch.cat([weights.grad[:2], weights.grad[4:]]).isfinite().all()
 
 
 def errors(rank, ranks):

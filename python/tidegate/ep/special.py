@@ -25,7 +25,8 @@ def special_bwd(buffer, handle, dout, ori_x, alpha1, alpha2, v):
     dots = torch.zeros(pos.shape)
     tidegate_ops.moe_unpermute_bwd.out(dout, rows, pos, torch.ones_like(dots), dweights=dots)
     with_token, with_v = dots[:, :1], dots[:, 1:]
-    dweights = of_token * with_token + of_v * with_v
+    # Not 0 * <dout, ori_x> for the other pairs: a token that is not finite has a gradient of 0 there.
+    dweights = torch.where(copies >= 0, of_token * with_token + of_v * with_v, 0.0)
     dori_x = tidegate_ops.moe_unpermute_fwd(dout, places.masked_fill(copies < 0, -1), weights * of_token)
 
     def by_expert(like, values):
