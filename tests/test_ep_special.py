@@ -121,6 +121,22 @@ def test_a_token_that_is_not_finite_only_reaches_its_special_experts(big):
     assert torch.cat([weights.grad[:2], weights.grad[4:]]).isfinite().all()
 
 
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
+def test_weights_that_changed_before_backward_are_an_error(parts):
+    ids, floats, dout = make(9, torch.float32)
+    buffer, (x, weights, gate_up, down, *special) = buffer_of(), leaves(*floats)
+    named, used = dict(zip(SPECIAL, special, strict=True)), weights * 1
+    if parts:
+        rows, handle = tidegate.ep.dispatch(buffer, x, ids, used)
+        out = tidegate.ep.combine(buffer, rows * 2, handle, rows=rows, ori_x=x, **named)
+    else:
+        out = tidegate.ep.experts(buffer, x, ids, used, gate_up, down, **named)
+    with torch.no_grad():
+        used.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(dout)
+
+
 def errors(rank, ranks):
     buffer = buffer_of()
     x, ids = torch.zeros(3, H), torch.full((3, K), E + ZERO + COPY)

@@ -50,19 +50,22 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, buffer, handle, y, weights, shared_x, rows, *special):
         ctx.buffer, ctx.handle = buffer, handle
-        ctx.save_for_backward(y if ctx.needs_input_grad[3] else None, *special)
+        used = None if special[0] is None else weights  # again in backward; otherwise those of the rows are
+        ctx.save_for_backward(y if ctx.needs_input_grad[3] else None, used, *special)
         ctx.weights_dtype = None if weights is None else weights.dtype
         return buffer.combine(y, handle, shared_x=shared_x, needs_backward=True, **_named(special))[0]
 
     @staticmethod
     def backward(ctx, dout):
         buffer, handle, dout = ctx.buffer, ctx.handle, dout.contiguous()
-        y, *special = ctx.saved_tensors
+        y, weights, *special = ctx.saved_tensors
         d = buffer.redispatch(dout, handle)
         places = torch.arange(handle.rows, dtype=torch.int32)[:, None]
         dy, dw = tidegate_ops.moe_unpermute_bwd(d, d if y is None else y, places, handle.row_weights)
         dweights = buffer.combine(None, handle, row_values=dw.view(-1))[1] if y is not None else None
-        *dspecial, of_special = (None,) * 5 if special[0] is None else special_bwd(buffer, handle, dout, *special)
+        *dspecial, of_special = (
+            (None,) * 5 if special[0] is None else special_bwd(buffer, handle, dout, weights, *special)
+        )
         if dweights is not None:
             dweights = (dweights if of_special is None else dweights + of_special).to(ctx.weights_dtype)
         return None, None, dy, dweights, dout if ctx.needs_input_grad[4] else None, None, *dspecial
@@ -80,14 +83,15 @@ class _Experts(torch.autograd.Function):
             rows, handle.row_expert, ones, gate_up, down, round_y=True, save_hidden=trains, **options
         )
         special = (x if _gives_back_tokens(buffer) else None, *special)
-        ctx.save_for_backward(rows, gate_up, down, hidden if hidden.dim() == 3 else None, *special)
+        used = None if special[0] is None else weights  # as in _Combine
+        ctx.save_for_backward(rows, gate_up, down, hidden if hidden.dim() == 3 else None, used, *special)
         ctx.buffer, ctx.handle, ctx.options, ctx.weights_dtype = buffer, handle, options, weights.dtype
         return buffer.combine(y, handle, **_named(special))[0]
 
     @staticmethod
     def backward(ctx, dout):
         buffer, handle, dout = ctx.buffer, ctx.handle, dout.contiguous()
-        rows, gate_up, down, hidden, *special = ctx.saved_tensors
+        rows, gate_up, down, hidden, weights, *special = ctx.saved_tensors
         _, dx_wanted, _, *wanted = ctx.needs_input_grad
         d = buffer.redispatch(dout, handle)
         # Always the gradient of the weights: one number a row, and so every rank makes the same exchange.
@@ -96,7 +100,7 @@ class _Experts(torch.autograd.Function):
             d, rows, handle.row_expert, handle.row_weights, gate_up, down, hidden=hidden, needs=needs, **ctx.options
         )
         at_home, *dspecial, of_special = (
-            (None,) * 4 + (0,) if special[0] is None else special_bwd(buffer, handle, dout, *special)
+            (None,) * 4 + (0,) if special[0] is None else special_bwd(buffer, handle, dout, weights, *special)
         )
         dx, dweights = buffer.combine(
             drows if dx_wanted else None,

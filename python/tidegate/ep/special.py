@@ -5,13 +5,13 @@ import torch
 tidegate_ops = torch.ops.tidegate
 
 
-def special_bwd(buffer, handle, dout, ori_x, alpha1, alpha2, v):
+def special_bwd(buffer, handle, dout, weights, ori_x, alpha1, alpha2, v):
     """(dori_x, dalpha1, dalpha2, dv, dweights fp32 [T,K]) of a combine; every row as it is in any batch."""
     copies = handle.ids - (buffer.experts + buffer.zero_experts)
     constant = copies - buffer.copy_experts >= 0
     number = (copies[constant] - buffer.copy_experts).long()  # of the const expert of each such pair
     tokens, slots = copies.shape
-    weights = torch.ones(tokens, slots) if handle.weights is None else handle.weights.detach().float()
+    weights = torch.ones(tokens, slots) if weights is None else weights.detach().float()
     # A pair's result is of_token * ori_x + of_v * v.
     of_token, of_v = (copies >= 0).float(), torch.zeros(tokens, slots)
     # <dout, ori_x>, and <dout, v> with a row of v for every pair that has one.
