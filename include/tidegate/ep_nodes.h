@@ -51,7 +51,7 @@ class NodesBuffer {
 
  private:
   std::vector<std::int64_t> exchange_counts(const std::vector<std::int64_t>& sent, std::int64_t slots,
-                                            std::int64_t row_bytes, bool int8);
+                                            std::int64_t row_bytes, DType dtype, bool int8);
   std::vector<char> exchange(const std::vector<char>& send, const std::vector<std::int64_t>& sent,
                              const std::vector<std::int64_t>& received, std::int64_t item_bytes);
 

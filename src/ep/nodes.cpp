@@ -110,16 +110,16 @@ std::vector<char> NodesBuffer::exchange(const std::vector<char>& send, const std
   return came;
 }
 
-// How many tokens come from each rank. With the counts travels what decides how large everything after them is: a rank
+// How many tokens come from each rank. With the counts travels what decides how everything after them is read: a rank
 // that says something else would be misread.
 std::vector<std::int64_t> NodesBuffer::exchange_counts(const std::vector<std::int64_t>& sent, std::int64_t slots,
-                                                       std::int64_t row_bytes, bool int8) {
-  constexpr std::int64_t kNumbers = 4;
-  constexpr std::string_view names[kNumbers] = {"count", "slots", "bytes of a row", "int8"};
+                                                       std::int64_t row_bytes, DType dtype, bool int8) {
+  constexpr std::int64_t kNumbers = 5;
+  constexpr std::string_view names[kNumbers] = {"count", "slots", "bytes of a row", "dtype", "int8"};
   const std::vector<std::int64_t> one(sent.size(), 1);
   std::vector<std::int64_t> mine;
   for (const std::int64_t n : sent) {
-    mine.insert(mine.end(), {n, slots, row_bytes, int8 ? 1 : 0});
+    mine.insert(mine.end(), {n, slots, row_bytes, static_cast<std::int64_t>(dtype), int8 ? 1 : 0});
   }
   std::vector<char> bytes(mine.size() * sizeof(std::int64_t));
   std::memcpy(bytes.data(), mine.data(), bytes.size());
@@ -189,7 +189,7 @@ NodesHandlePtr NodesBuffer::dispatch(const TensorView& x, const TensorView& ids,
     quantize(x, tokens, contiguous(scales.data(), DType::kF32, {h->tokens}));
   }
   const std::int64_t row_bytes = x.sizes[1] * dtype_bytes(tokens.dtype);
-  h->received = exchange_counts(sent, K, row_bytes, int8);
+  h->received = exchange_counts(sent, K, row_bytes, tokens.dtype, int8);
   const std::int64_t meta_bytes = 8 * K + 4;
   std::vector<char> meta(index(total_of(sent) * meta_bytes)), rows(index(total_of(sent) * row_bytes));
   std::int64_t i = 0;

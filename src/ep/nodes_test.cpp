@@ -89,9 +89,9 @@ TEST(EpNodes, RanksThatDisagree) {
     ep::Config config = p.config();
     config.node_id = rank < 2 ? "a" : "b";
     NodesBuffer buffer(config, wire);
-    const auto text_of = [&](std::int64_t slots, bool int8) -> std::string {
+    const auto text_of = [&](std::int64_t slots, bool int8, DType dtype = DType::kF32) -> std::string {
       try {
-        buffer.dispatch(p.part_of(p.x, rank), part(p.part_of(p.ids, rank), 1, 0, slots), {}, int8);
+        buffer.dispatch(typed(p.part_of(p.x, rank), dtype), part(p.part_of(p.ids, rank), 1, 0, slots), {}, int8);
       } catch (const ep::Failure& failure) {
         return failure.what();
       }
@@ -99,6 +99,8 @@ TEST(EpNodes, RanksThatDisagree) {
     };
     EXPECT_NE(text_of(2, rank == 2).find(" disagree: bytes of a row is "), std::string::npos);
     EXPECT_NE(text_of(rank == 1 ? 1 : 2, true).find(" disagree: slots is "), std::string::npos);
+    const DType dtype = rank == 0 ? DType::kBF16 : DType::kF16;  // as many bytes
+    EXPECT_NE(text_of(2, false, dtype).find(" disagree: dtype is "), std::string::npos);
   });
 }
 
