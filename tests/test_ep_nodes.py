@@ -114,5 +114,31 @@ def wrong(rank, ranks):
         tidegate.ep.Buffer(experts=E, slots=K, row_bytes=4 * H, max_tokens=4, node_id=f"node{rank}")
 
 
+def disagree(rank, ranks, mode):
+    """What only some ranks do is an error on all of them, in forward; the buffer can be used on."""
+    buffer = tidegate.ep.NodesBuffer(
+        experts=E, slots=K, row_bytes=4 * H, max_tokens=4, node=f"node{rank % 2}", combine=mode
+    )
+    ids, floats, _ = make([3], torch.float32)
+    experts = slice(buffer.expert_begin[rank], buffer.expert_begin[rank + 1])
+    x, weights, gate_up, down = floats[0], floats[1], floats[2][experts], floats[3][experts]
+    with pytest.raises(ExpertParallelError, match="disagree: dtype is torch.b?float16 on rank "):  # as many bytes
+        buffer.dispatch(x.to(torch.bfloat16 if rank == 0 else torch.float16), ids)
+    with pytest.raises(ExpertParallelError, match="disagree: needs_backward is "):
+        tidegate.ep.experts(buffer, x.clone().requires_grad_(rank == 0), ids, weights, gate_up, down)
+    with pytest.raises(ExpertParallelError, match="disagree: needs_backward is "):
+        tidegate.ep.dispatch(buffer, x.clone().requires_grad_(rank == 0), ids, weights)
+    with pytest.raises(ExpertParallelError, match="disagree: gradient of x wanted is "):
+        tidegate.ep.experts(buffer, x.clone().requires_grad_(rank == 0), ids, *leaves(weights, gate_up, down))
+    given = leaves(weights, gate_up, down)
+    tidegate.ep.experts(buffer, x, ids, *given).sum().backward()
+    assert given[0].grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_ranks_that_disagree(mode, tmp_path):
+    run_ranks(3, tmp_path / "ranks", disagree, mode)
+
+
 def test_errors(tmp_path):
     run_ranks(2, tmp_path / "ranks", wrong)

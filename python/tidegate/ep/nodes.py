@@ -18,6 +18,9 @@ from tidegate.errors import ExpertParallelError
 
 tidegate_ops = torch.ops.tidegate
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)  # of rows; their numbers travel
+TERMS = ("slots", "bytes of a row", "dtype", "int8", "needs_backward", "gradient of x wanted")  # equal on all ranks
+
 
 def nodes_of(group, node=None):
     """The names of the nodes that the ranks of a group are on. Collective."""
@@ -115,15 +118,16 @@ class NodesBuffer:
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
         return out
 
-    def _counts(self, sent, slots, row_bytes, int8):
-        """How many tokens come from each rank. With them travels what decides how large everything after them is: a
-        rank that says something else would be misread."""
-        mine = torch.tensor([[count, slots, row_bytes, int8] for count in sent])
+    def _counts(self, sent, terms):
+        """How many tokens come from each rank. With them travels what decides how everything after them is read, and
+        what backward exchanges: a rank that says something else would be misread, or waited for."""
+        mine = torch.tensor([[count, *terms] for count in sent])
         theirs = torch.empty_like(mine)
         dist.all_to_all_single(theirs, mine, group=self.group)
         for rank, numbers in enumerate(theirs.tolist()):
-            for name, a, b in zip(("slots", "bytes of a row", "int8"), mine[0, 1:].tolist(), numbers[1:], strict=True):
+            for name, a, b in zip(TERMS, mine[0, 1:].tolist(), numbers[1:], strict=True):
                 if a != b:
+                    a, b = (DTYPES[a], DTYPES[b]) if name == "dtype" else (a, b)
                     raise ExpertParallelError(
                         f"ep_dispatch: rank {self.rank} and rank {rank} disagree: {name} is {a} on rank {self.rank} "
                         f"and {b} on rank {rank}"
@@ -145,6 +149,7 @@ class NodesBuffer:
         needs_backward: bool = False,
     ) -> NodesHandle:
         """As Buffer.dispatch, between nodes too."""
+        dx_wanted = needs_backward and x.requires_grad
         ids = ids.to(torch.int32)
         if mask is not None:
             ids = ids.masked_fill(~(mask if mask.dim() == 2 else mask[:, None]), -1)
@@ -167,7 +172,8 @@ class NodesBuffer:
             sent.append(tokens)
             lists.append(torch.cat([numbers.masked_fill(~here, -1)[tokens], w[tokens]], 1))
         counts = [len(t) for t in sent]
-        received = self._counts(counts, ids.shape[1], x.shape[1] * x.element_size(), int8)
+        terms = (ids.shape[1], x.shape[1] * x.element_size(), DTYPES.index(x.dtype), int8, needs_backward, dx_wanted)
+        received = self._counts(counts, terms)
         slots = [ids.shape[1], ids.shape[1], 1]
         numbers, w, scale = (
             part.contiguous() for part in self._all_to_all(torch.cat(lists), counts, received).split(slots, 1)
