@@ -1,5 +1,7 @@
 """Expert parallelism between nodes: one row for every token and node, exact and fast. Nodes are names here."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -138,6 +140,40 @@ def disagree(rank, ranks, mode):
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_ranks_that_disagree(mode, tmp_path):
     run_ranks(3, tmp_path / "ranks", disagree, mode)
+
+
+def fail_alone(rank, ranks):
+    """Wrong arguments of one rank: it says what is wrong, the others hear of it at once. The buffer can be used on."""
+    buffer = tidegate.ep.NodesBuffer(experts=E, slots=K, row_bytes=4 * H, max_tokens=4, node=f"node{rank % 2}")
+    ids, (x, weights, *_), _ = make([3], torch.float32)
+    good = dict(x=x, ids=ids, weights=weights, mask=None, int8=False)
+    cases = [
+        (dict(ids=ids + 99), ValueError, r"ids: expected -1 or 0..9, got \d+ to \d+"),
+        (dict(ids=ids.long() + 2**32), ValueError, r"ids: expected -1 or 0..9, got \d+ to \d+"),
+        (dict(ids=ids.float()), TypeError, "ids: expected dtype int32 or int64, got dtype torch.float32"),
+        (dict(ids=ids[:2]), ValueError, r"ids: expected shape \[3, slots\], got \[2, 4\]"),
+        (dict(ids=torch.cat([ids, ids], 1)), ValueError, "ids: expected 1 to 4 slots .*, got 8"),
+        (dict(weights=torch.ones(3, K + 1)), ValueError, r"weights: expected shape \[3, 4\], got \[3, 5\]"),
+        (dict(mask=torch.ones(3)), TypeError, "mask: expected dtype bool, got dtype torch.float32"),
+        (dict(mask=torch.ones(2, dtype=torch.bool)), ValueError, r"mask: expected shape \[3\] or \[3, 4\], got \[2\]"),
+        (dict(x=x[0]), ValueError, "x: expected 2 dimensions, got 1"),
+        (dict(x=x.int()), TypeError, "x: expected dtype in .*, got dtype torch.int32"),
+        (dict(x=x.double(), int8=True), TypeError, "x: expected dtype in .*, got dtype torch.float64"),
+        (dict(x=torch.cat([x, x])), ValueError, r"x: expected at most 4 tokens .*, got 6"),
+    ]
+    for wrong, kind, text in cases:
+        alone = rank == 1
+        kind, before = (kind, "^ep_dispatch: ") if alone else (ExpertParallelError, "rank 1 failed: ep_dispatch: ")
+        start = time.monotonic()
+        with pytest.raises(kind, match=before + text):
+            buffer.dispatch(**(good | wrong if alone else good))
+        assert time.monotonic() - start < 20  # not the timeout of the group
+    handle = buffer.dispatch(**good)
+    assert buffer.combine(buffer.expand(handle), handle)[0].shape == x.shape
+
+
+def test_wrong_arguments_of_one_rank(tmp_path):
+    run_ranks(3, tmp_path / "ranks", fail_alone)
 
 
 def test_errors(tmp_path):

@@ -67,7 +67,7 @@ class NodesBuffer:
         self.mode = combine
         self.group = group_of(group)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.experts, self.slots = experts, slots
+        self.experts, self.slots, self.max_tokens = experts, slots, max_tokens
         names = nodes_of(self.group, node)
         self.nodes = list(dict.fromkeys(names))  # in the order of their first ranks
         members = [[r for r in range(self.ranks) if names[r] == name] for name in self.nodes]
@@ -124,6 +124,9 @@ class NodesBuffer:
         mine = torch.tensor([[count, *terms] for count in sent])
         theirs = torch.empty_like(mine)
         dist.all_to_all_single(theirs, mine, group=self.group)
+        if (theirs[:, 0] < 0).any():
+            rank, text = next((rank, text) for rank, text in enumerate(self._texts(None)) if text is not None)
+            raise ExpertParallelError(f"ep_dispatch: rank {rank} failed: {text}")
         for rank, numbers in enumerate(theirs.tolist()):
             for name, a, b in zip(TERMS, mine[0, 1:].tolist(), numbers[1:], strict=True):
                 if a != b:
@@ -134,23 +137,49 @@ class NodesBuffer:
                     )
         return theirs[:, 0].tolist()
 
-    def _forward(self, x, handle_lists, received):
-        """One row for every token and node."""
-        rows = x[torch.cat(handle_lists)] if handle_lists else x[:0]
-        return self._all_to_all(rows, [len(t) for t in handle_lists], received)
+    def _texts(self, text):
+        """What failed on each rank, or None. Collective."""
+        texts = [None] * self.ranks
+        dist.all_gather_object(texts, text, group=self.group)
+        return texts
 
-    def dispatch(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-        int8: bool = False,
-        needs_backward: bool = False,
-    ) -> NodesHandle:
-        """As Buffer.dispatch, between nodes too."""
-        dx_wanted = needs_backward and x.requires_grad
-        ids = ids.to(torch.int32)
+    def _tell(self, error):
+        """Instead of _counts: a rank whose arguments are wrong says so, rather than let the others wait."""
+        mine = torch.full((self.ranks, 1 + len(TERMS)), -1)
+        dist.all_to_all_single(torch.empty_like(mine), mine, group=self.group)
+        self._texts(str(error).split("\n", 1)[0])
+
+    def _check(self, x, ids, weights, mask, int8):
+        """As Buffer does it, before anything travels."""
+        floats = DTYPES[: 3 if int8 else 4]
+        if x.dim() != 2:
+            raise ValueError(f"ep_dispatch: x: expected 2 dimensions, got {x.dim()}")
+        if x.dtype not in floats:
+            raise TypeError(f"ep_dispatch: x: expected dtype in {floats}, got dtype {x.dtype}")
+        if len(x) > self.max_tokens:
+            raise ValueError(
+                f"ep_dispatch: x: expected at most {self.max_tokens} tokens (max_tokens of the buffer), got {len(x)}"
+            )
+        if ids.dim() != 2 or len(ids) != len(x):
+            raise ValueError(f"ep_dispatch: ids: expected shape [{len(x)}, slots], got {list(ids.shape)}")
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"ep_dispatch: ids: expected dtype int32 or int64, got dtype {ids.dtype}")
+        if not 1 <= ids.shape[1] <= self.slots:
+            raise ValueError(
+                f"ep_dispatch: ids: expected 1 to {self.slots} slots (slots of the buffer), got {ids.shape[1]}"
+            )
+        if weights is not None and weights.shape != ids.shape:
+            raise ValueError(f"ep_dispatch: weights: expected shape {list(ids.shape)}, got {list(weights.shape)}")
+        if mask is not None and mask.dtype != torch.bool:
+            raise TypeError(f"ep_dispatch: mask: expected dtype bool, got dtype {mask.dtype}")
+        if mask is not None and mask.shape not in (ids.shape[:1], ids.shape):
+            raise ValueError(
+                f"ep_dispatch: mask: expected shape {list(ids.shape[:1])} or {list(ids.shape)}, got {list(mask.shape)}"
+            )
+
+    def _prepare(self, x, ids, weights, mask, int8):
+        """Everything before the first exchange: (x as it travels, pair_rank, by rank: tokens, what goes with them)."""
+        self._check(x, ids, weights, mask, int8)
         if mask is not None:
             ids = ids.masked_fill(~(mask if mask.dim() == 2 else mask[:, None]), -1)
         if ids.numel() and (ids.min() < -1 or ids.max() >= self.experts):
@@ -171,6 +200,29 @@ class NodesBuffer:
             tokens = here.any(1).nonzero()[:, 0]
             sent.append(tokens)
             lists.append(torch.cat([numbers.masked_fill(~here, -1)[tokens], w[tokens]], 1))
+        return x, pair_rank, sent, lists
+
+    def _forward(self, x, handle_lists, received):
+        """One row for every token and node."""
+        rows = x[torch.cat(handle_lists)] if handle_lists else x[:0]
+        return self._all_to_all(rows, [len(t) for t in handle_lists], received)
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        int8: bool = False,
+        needs_backward: bool = False,
+    ) -> NodesHandle:
+        """As Buffer.dispatch, between nodes too."""
+        dx_wanted = needs_backward and x.requires_grad
+        try:
+            x, pair_rank, sent, lists = self._prepare(x, ids, weights, mask, int8)
+        except Exception as error:
+            self._tell(error)
+            raise
         counts = [len(t) for t in sent]
         terms = (ids.shape[1], x.shape[1] * x.element_size(), DTYPES.index(x.dtype), int8, needs_backward, dx_wanted)
         received = self._counts(counts, terms)
