@@ -164,6 +164,25 @@ def test_a_forward_that_someone_wraps(monkeypatch):
     assert calls == [0]
 
 
+def hooked(model):
+    """As accelerate's hooks leave a module; without a dependency on it."""
+    module = model.model
+    module._hf_hook, module._old_forward = object(), module.forward
+    run = lambda module, *args, **kwargs: module._old_forward(*args, **kwargs)  # noqa: E731
+    module.forward = functools.update_wrapper(functools.partial(run, module), module._old_forward)
+    return model
+
+
+def test_a_model_hooked_under_a_patch_that_is_gone():
+    """Its hook still calls our function, which must do nothing then."""
+    ids, batch = batch_of((24, 40))
+    call = dict(position_ids=batch["position_ids"], use_cache=False)
+    with tidegate.patch(padding_free=True):
+        model = hooked(tiny.build("qwen3_5"))
+    assert torch.equal(tiny.logits(model, ids), tiny.logits(stock("qwen3_5"), ids))
+    assert torch.equal(tiny.logits(model, ids, **call), tiny.logits(stock("qwen3_5"), ids, **call))
+
+
 def test_unpatch_without_a_model():
     forward = type(tiny.build("qwen3_5").model).forward
     tidegate.patch()

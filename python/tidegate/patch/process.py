@@ -66,7 +66,7 @@ class TextModelSite(Site):
             record = record_of(text_model)
             own = None if record is None else record.sites.get(PACKED)
             looked = own is not None and own.active  # it is patched itself, which is more than we can do for it here
-            return (looking if self.active and not looked else original)(text_model, *args, **kwargs)
+            return (looking if self.installed and not looked else original)(text_model, *args, **kwargs)
 
         self.function = forward
 
