@@ -1,7 +1,8 @@
 """patch() for the whole process: the functions that the modeling files of Transformers call, replaced in those files.
 
 Every model of a family is served, whenever it was made. The forwards of its layers stay, only the operators in them are
-ours. That of its text model looks at the input first, so that packed samples are kept apart or refused.
+ours. That of its text model looks at the input first, so that packed samples are kept apart or refused; hooked.py takes
+care of models whose forward someone had replaced before.
 """
 
 import functools
@@ -18,6 +19,7 @@ from tidegate.patch.code import attribute_names
 from tidegate.patch.gdn_families import FAMILIES, family_of
 from tidegate.patch.gdn_original import AttributeSite, attributes_of
 from tidegate.patch.handle import PatchHandle
+from tidegate.patch.hooked import hooked_models
 from tidegate.patch.resolve import named_modules
 from tidegate.patch.site import MISSING, Site, foreign_forward, reaches, record_of
 
@@ -59,7 +61,9 @@ class TextModelSite(Site):
     def __init__(self, path, cls, options):
         super().__init__(path, PACKED, cls, "H:class")
         original = self.original = cls.__dict__["forward"]
-        looking = text_forward(options.padding_free, functools.partial(stock_refusal, options=options), original)
+        refusal = functools.partial(stock_refusal, options=options)
+        self.looking_at = functools.partial(text_forward, options.padding_free, refusal)
+        looking = self.looking_at(original)
 
         @functools.wraps(original)
         def forward(text_model, *args, **kwargs):
@@ -112,6 +116,7 @@ def _sites(family, options):
         return []
     functions = gdn_ops.replacements(options)
     models = [TextModelSite(f"{file.__name__}.{cls.__name__}", cls, options) for cls in _text_models(file)]
+    models += [site for parent in models for site in hooked_models(family, parent)]
     if all(name in file.__dict__ for name in OLDER.values()):  # layers copy what they call when they are made
         renamed = {OLDER.get(name, name): function for name, function in functions.items()}
         renamed = {name: function for name, function in renamed.items() if name in file.__dict__}
