@@ -9,7 +9,7 @@ import torch
 from tidegate.errors import PackedInputError
 from tidegate.packed import pack
 from tidegate.packed.forward import prepare
-from tidegate.packed.sources import boundaries, unpacked_positions
+from tidegate.packed.sources import boundaries, padding_mask, unpacked_positions
 
 LENGTHS = (24, 0, 40)
 T = sum(LENGTHS)
@@ -58,6 +58,8 @@ def test_every_combination_gives_the_same_boundaries(positions):
                 assert got["use_cache"] is False and got["attention_mask"] is None
                 if positions in (None, "[T]"):
                     assert torch.equal(got["position_ids"], TEXT)
+                elif positions == "[3,1,T]":  # gets a row for the text
+                    assert torch.equal(got["position_ids"], TEXT.expand(4, 1, T))
                 else:
                     assert got["position_ids"] is POSITIONS[positions]
 
@@ -84,10 +86,49 @@ def test_unset_means_packed_only_with_metadata():
         assert error(position_ids=positions) == text + "False (one sequence)"
         assert error(position_ids=positions, attention_mask=ones) == text + "False (one sequence)"
         assert error(position_ids=positions, padding_free=None) == text + "False (one sequence)"
-        assert "cu_seq_lens_q" not in prepared(position_ids=positions, attention_mask=edited(ones, 0, 0))
-    jump = edited(torch.arange(T)[None], 5, 77)  # no restart
+    jump = torch.arange(T)[None] + 70 * (torch.arange(T) > 4)  # no restart
     assert "cu_seq_lens_q" not in prepared(position_ids=jump)
     assert prepared(cu_seq_lens_q=[0, T], position_ids=jump)["cu_seq_lens_q"].tolist() == [0] + [T] * T
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_restarts_beside_other_masks(name):
+    """Padding around a pack, or between its samples, and masks that say which tokens meet, hide no restart."""
+    ones, text = torch.ones(1, T, dtype=torch.long), "position_ids restart at token 24 but padding_free is not set"
+    square = torch.ones(1, 1, T, T, dtype=torch.bool)
+    for mask in (*(edited(ones, i, 0) for i in (0, 23, 63)), ones.bool(), square, {"full_attention": square}):
+        assert error(position_ids=POSITIONS[name], attention_mask=mask).startswith(text)
+    assert "cu_seq_lens_q" not in prepared(position_ids=POSITIONS[name], attention_mask=square, past_key_values=())
+    assert prepared(False, position_ids=POSITIONS[name], attention_mask=square)["attention_mask"] is square
+
+
+def test_any_way_back_is_a_restart():
+    positions = torch.cat([torch.arange(5, 29), torch.arange(40)])[None]
+    for given in (positions, positions[0], torch.cat([positions[None], TEXT.expand(3, 1, T)])):
+        assert error(position_ids=given).startswith("position_ids restart at token 24 but")
+    images = torch.cat([torch.arange(T).expand(1, 1, T), positions.expand(3, 1, T)])  # the text runs on
+    for given in (images, positions.expand(3, 1, T) + 1, torch.arange(100, 100 + T)[None]):
+        assert torch.equal(prepared(position_ids=given)["position_ids"], given)
+
+
+@pytest.mark.parametrize("pad", [0, 1])
+def test_positions_of_padding_mean_nothing(pad):
+    mask = torch.ones(3, 8, dtype=torch.long)
+    mask[0, :3] = mask[1, 6:] = 0
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, pad)
+    longer = torch.cat([torch.ones(3, 5, dtype=torch.long), mask], 1)  # with tokens in a cache
+    for given in (mask, mask.bool(), mask.float(), longer):
+        for rows in (positions, positions.expand(3, 3, 8)):
+            got = prepared(None, 3, 8, position_ids=rows, attention_mask=given)
+            assert torch.equal(got["position_ids"], rows)
+
+
+def test_a_mask_with_ids_of_samples():
+    mask = torch.tensor([[1] * 24 + [2] * 40])
+    text = "attention_mask[0,24]=2, expected 0 or 1; pass ids of samples as seq_idx"
+    for given in ({}, {"position_ids": torch.arange(T)[None]}, {"seq_idx": mask}):
+        assert error(attention_mask=mask, **given) == text
+    assert torch.equal(prepared(attention_mask=mask.clamp(max=1))["attention_mask"], mask.clamp(max=1))
 
 
 def test_false_means_one_sequence():
@@ -178,6 +219,7 @@ def test_operators():
     given = [*METADATA.values(), TEXT, MASK]
     torch.library.opcheck(boundaries, given, dict(tokens=T, max_length_q=40))
     torch.library.opcheck(unpacked_positions, [torch.arange(T)[None], MASK])
+    torch.library.opcheck(padding_mask, [MASK])
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

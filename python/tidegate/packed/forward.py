@@ -7,7 +7,7 @@ after the model has returned, so nothing may be kept aside for them.
 import torch
 
 from tidegate.errors import PackedInputError
-from tidegate.packed.sources import boundaries, unpacked_positions
+from tidegate.packed.sources import boundaries, padding_mask, unpacked_positions
 
 METADATA = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 LENGTHS = ("max_length_q", "max_length_k")
@@ -66,8 +66,13 @@ def prepare(padding_free, why_not, arguments, batch, tokens):
             raise PackedInputError(f"{named[0]} is given but padding_free is False; leave out one of them")
         return arguments
     if not padding_free and not named:
-        if positions is not None and tokens > 1 and (mask is None or (not isinstance(mask, dict) and mask.dim() == 2)):
-            arguments["position_ids"] = unpacked_positions(positions, mask)
+        flat = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        # Other masks do not say which tokens are padding; with a cache they are those of generate(), which may pad.
+        looks = tokens > 1 and (mask is None or flat or arguments.get("past_key_values") is None)
+        if positions is not None and looks:
+            arguments["position_ids"] = unpacked_positions(positions, mask if flat else None)
+        elif flat and looks:
+            arguments["attention_mask"] = padding_mask(mask)
         return arguments
     if not named and positions is None:
         raise PackedInputError(

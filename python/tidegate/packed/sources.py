@@ -79,8 +79,18 @@ def _check_agreement(name, cu, other_name, other, tokens):
     )
 
 
+def _check_values(attention_mask):
+    """Numbers of segments in a mask would be taken for ones."""
+    strange = ((attention_mask != 0) & (attention_mask != 1)).nonzero()
+    if len(strange):
+        index = ",".join(str(i) for i in strange[0].tolist())
+        value = attention_mask[tuple(strange[0])].item()
+        raise PackedInputError(f"attention_mask[{index}]={value}, expected 0 or 1; pass ids of samples as seq_idx")
+
+
 def check_mask(attention_mask):
     """A mask next to packed input may only say that all tokens are real."""
+    _check_values(attention_mask)
     zeros = (attention_mask == 0).nonzero()
     if len(zeros):
         index = ",".join(str(i) for i in zeros[0].tolist())
@@ -139,21 +149,57 @@ def _(cu_seq_lens_q, cu_seq_lens_k, seq_idx, position_ids, attention_mask, *, to
     return made(tokens + 1, dtype=torch.int32), made(1, tokens, dtype=torch.int32), made(1, tokens, dtype=torch.int64)
 
 
+def _restarts(position_ids, attention_mask):
+    """Where positions restart or go back from one real token to the next, as bool [B,T]. Those of padding mean nothing.
+
+    Only three rows without one for the text may go back: they do after an image.
+    """
+    if position_ids.dim() == 3 and position_ids.shape[0] == 3:
+        starts = starts_of(position_ids)
+        if attention_mask is None:
+            return starts
+        real = attention_mask[:, -starts.shape[1] :] != 0
+        return starts & real & (real.cumsum(1) > 1)
+    row = position_ids[0] if position_ids.dim() == 3 else position_ids
+    real = torch.ones_like(row, dtype=torch.bool)
+    if attention_mask is not None:
+        row, real = torch.broadcast_tensors(row, attention_mask[:, -row.shape[1] :] != 0)  # that of a cache is longer
+    token = torch.arange(row.shape[1]).expand_as(row)
+    last = torch.where(real, token, -1).cummax(1).values  # the last real token up to each one
+    before = row.gather(1, last[:, :-1].clamp(min=0))
+    first = row.gather(1, real.int().argmax(1, keepdim=True))
+    here, starts = row[:, 1:], torch.zeros_like(real)
+    back = (here < before) | ((here == first) & (here != before + 1))
+    starts[:, 1:] = back & real[:, 1:] & (last[:, :-1] >= 0)
+    return starts
+
+
 @torch.library.custom_op(
     "tidegate_packed::unpacked_positions",
     mutates_args=(),
     schema="(Tensor position_ids, Tensor? attention_mask) -> Tensor",
 )
 def unpacked_positions(position_ids, attention_mask):
-    """The positions, once it is known that they do not restart. With padding they may: those of pads mean nothing."""
-    if attention_mask is None or bool((attention_mask != 0).all()):
-        restarts = starts_of(position_ids).nonzero()
-        if len(restarts):
-            raise PackedInputError(
-                f"position_ids restart at token {int(restarts[0, -1])} but padding_free is not set. "
-                "Pass padding_free=True (separate sequences) or False (one sequence)"
-            )
+    """The positions, once it is known that they do not restart and that a mask is one of padding."""
+    if attention_mask is not None:
+        _check_values(attention_mask)
+    restarts = _restarts(position_ids, attention_mask).nonzero()
+    if len(restarts):
+        raise PackedInputError(
+            f"position_ids restart at token {int(restarts[0, -1])} but padding_free is not set. "
+            "Pass padding_free=True (separate sequences) or False (one sequence)"
+        )
     return position_ids.clone()  # used, so that a compiled graph keeps the check
 
 
 unpacked_positions.register_fake(lambda position_ids, attention_mask: torch.empty_like(position_ids))
+
+
+@torch.library.custom_op("tidegate_packed::padding_mask", mutates_args=(), schema="(Tensor attention_mask) -> Tensor")
+def padding_mask(attention_mask):
+    """The mask, once it is known to be one of padding."""
+    _check_values(attention_mask)
+    return attention_mask.clone()
+
+
+padding_mask.register_fake(lambda attention_mask: torch.empty_like(attention_mask))

@@ -84,7 +84,9 @@ class HookedSite(Site):
 def hooked_models(family, parent):
     """Sites for the instances there are of the class of `parent`, a site, that have a forward of their own."""
     cls = parent.module
-    made = [value for value in gc.get_objects() if cls in type(value).__mro__ and type(value).forward is parent.original]
+    made = [
+        value for value in gc.get_objects() if cls in type(value).__mro__ and type(value).forward is parent.original
+    ]
     places = [(module, *_place(module)) for module in made]
     return [
         HookedSite(f"{family} text model", module, parent)
