@@ -87,6 +87,20 @@ def test_a_refusal_of_the_default_cache_is_no_leak():
     )
 
 
+@pytest.mark.parametrize("problem", [RuntimeError("broken"), ValueError("broken")], ids=lambda e: type(e).__name__)
+def test_an_error_with_the_default_cache_is_no_refusal(problem):
+    model = packable("qwen3_5")
+
+    def fail(module, args, kwargs):
+        if "use_cache" not in kwargs:
+            raise problem
+
+    model.register_forward_pre_hook(fail, with_kwargs=True)
+    with pytest.raises(IsolationError, match=f"failed: {type(problem).__name__}: broken") as caught:
+        tidegate.check_isolation(model)
+    assert failed(caught.value.report) == {CACHED}
+
+
 def test_stock_models_are_checked_too():
     report = tidegate.check(tiny_models.build("qwen3_5"), show=False)
     assert "not patched" in str(report) and not report.ok
