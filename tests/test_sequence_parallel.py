@@ -34,7 +34,9 @@ pytestmark = [needs_support, pytest.mark.slow]
 def equal_runs(family, heads, kind, size, mode, attention, ranks):
     model = build(family, heads)
     if not hasattr(model.model.layers[0].linear_attn, "conv1d"):  # OLMo Hybrid before Transformers 5.15
-        return refused(lambda: sequence_parallel(model, ranks.groups[size], mode), "in modules of their own")
+        return refused(
+            lambda: sequence_parallel(model, ranks.groups[size], mode), "in modules of their own", ranks.groups[size]
+        )
     with sequence_parallel(model, ranks.groups[size], mode, attention=attention, grad_reduction="sum") as handle:
         got = together(handle, model, batch(kind))
     if ranks.rank == 0:  # the others need not know

@@ -63,9 +63,27 @@ struct GateSums {
   double gc[kSquare], beta[kSquare];
 };
 
+// sums.gc[i] += m_ij and sums.gc[j] -= m_ij for j < i. A pair with j >= t is no part of dg_t: its two halves cancel
+// there. In double they do; the rounding of fp32 sums stayed behind and was most of dg's error. Beyond j = i, m holds
+// zeros.
+inline void add_pairs(const float* m, int64_t i, GateSums& sums) {
+  constexpr int64_t kParts = 8;  // sums that do not wait for each other
+  double parts[kParts] = {};
+  for (int64_t j = 0; j < i; j += kParts) {
+    for (int64_t l = 0; l < kParts; ++l) {
+      const auto x = static_cast<double>(m[j + l]);
+      parts[l] += x;
+      sums.gc[j + l] -= x;
+    }
+  }
+  for (const double part : parts) {
+    sums.gc[i] += part;
+  }
+}
+
 // Adds this head's part to the gradients of P and A0, and its triangles to the gates' sums.
 inline void add_triangles(const Args& a, const Chunk& s, Gradients& d, GateSums& sums) {
-  float columns[kSquare] = {};
+  float pairs[kSquare] = {};
   for (int64_t i = 0; i < s.L; ++i) {
     const int64_t row = i * kSquare;
     const F32 scale = set1(a.scale);
@@ -75,22 +93,17 @@ inline void add_triangles(const Args& a, const Chunk& s, Gradients& d, GateSums&
     });
     const F32 beta = set1(s.gates.beta[i]);
     const F32 length = set1(s.k_inverse[i]);
-    F32 gate = zero();
     F32 strength = zero();
     for_lanes(i, [&](int64_t j, auto lanes) {  // the diagonal does not decay
       const F32 w = zero() - lanes.get(d.W + row + j) * lanes.get(d.decay + row + j);
       const F32 key = w * (length * lanes.get(s.k_inverse + j) * lanes.get(s.kk + row + j));
       const F32 m = fma(lanes.get(d.U + row + j), lanes.get(s.p + row + j), beta * key);
       lanes.put(d.e + row + j, fma(beta, w, lanes.get(d.e + row + j)));
-      lanes.put(columns + j, lanes.get(columns + j) + m);
+      lanes.put(pairs + j, m);
       strength = strength + key;
-      gate = gate + m;
     });
-    sums.gc[i] += static_cast<double>(sum(gate));
+    add_pairs(pairs, i, sums);
     sums.beta[i] += static_cast<double>(sum(strength));
-  }
-  for (int64_t i = 0; i < s.L; ++i) {
-    sums.gc[i] -= static_cast<double>(columns[i]);
   }
 }
 
@@ -100,9 +113,11 @@ inline void add_state_dots(const Chunk& s, const Gradients& d, const Dots& dots,
   for (int64_t i = 0; i < s.L; ++i) {
     const double written = static_cast<double>(s.key_factor[i] * dots.x[i]);
     const double kept = static_cast<double>(d.key_weight[i] * dots.v[i]);
-    sums.gc[i] +=
-        static_cast<double>(s.query_factor[i] * dots.o[i]) - static_cast<double>(s.gates.beta[i]) * written - kept;
-    sums.gc[last] += kept;
+    sums.gc[i] += static_cast<double>(s.query_factor[i] * dots.o[i]) - static_cast<double>(s.gates.beta[i]) * written;
+    if (i < last) {  // what the last token writes does not decay
+      sums.gc[i] -= kept;
+      sums.gc[last] += kept;
+    }
     sums.beta[i] -= written;
   }
   if (!s.gates.reset[last]) {

@@ -72,6 +72,44 @@ TEST(ChunkGatedDeltaRuleBwd, HeadSizes) {
   }
 }
 
+// Gates are summed over pairs of tokens of which most cancel, dA_log and ddt_bias over all tokens. Pairs that leave
+// their rounding behind make these 1e-6 of their terms; pairs that cancel whole, 1e-7.
+TEST(ChunkGatedDeltaRuleBwd, GatesKeepNoRoundingOfPairsThatCancel) {
+  for_each_isa([&] {
+    Random random;
+    double A_log = 0.0, dt_bias = 0.0;
+    constexpr int kTrials = 20;
+    for (int i = 0; i < kTrials; ++i) {
+      Training t = make_raw_training(random, {.lengths = {40}, .HK = 2, .G = 2, .initial = false});
+      t.rule.options.beta_scale = 1.0;
+      t.A_log.fill([&](std::int64_t) { return std::log(16.0 * random.uniform()); });  // as models begin
+      t.dfinal = {};
+      const GradientResult got = backward(t, states_for(t)), truth = backward(wide(t));
+      for (std::int64_t h = 0; h < 4; ++h) {
+        double rates = 0.0, biases = 0.0;  // the terms of both sums, without their signs
+        for (std::int64_t token = 0; token < 40; ++token) {
+          const double z = t.rule.g.get(token * 4 + h) + t.dt_bias.get(h), da = std::abs(truth.dg.get(token * 4 + h));
+          biases += da;
+          rates += da * std::log1p(std::exp(z)) * (1.0 + std::exp(-z));
+        }
+        A_log += std::pow((got.dA_log.get(h) - truth.dA_log.get(h)) / rates, 2) / 4 / kTrials;
+        dt_bias += std::pow((got.ddt_bias.get(h) - truth.ddt_bias.get(h)) / biases, 2) / 4 / kTrials;
+      }
+    }
+    EXPECT_LE(std::sqrt(A_log), 1.5e-7) << isa_name(active_isa());
+    EXPECT_LE(std::sqrt(dt_bias), 1.5e-7) << isa_name(active_isa());
+  });
+}
+
+// Gates of -31 to -69: dg is about 1e-14 and must not carry the rounding of what the last token of a chunk writes.
+TEST(ChunkGatedDeltaRuleBwd, GatesThatForgetAlmostAll) {
+  Random random;
+  Training t = make_training(random, {.lengths = {75}, .HK = 2, .G = 2});
+  t.rule.g.fill([&](std::int64_t) { return -31.0 - 38.0 * random.uniform(); });
+  const GradientResult truth = backward(wide(t));
+  for_each_isa([&] { expect_gradients("forget", backward(t, states_for(t)), truth, DType::kF32); });
+}
+
 TEST(ChunkGatedDeltaRuleBwd, LayoutsAndGroups) {
   for (const Layout layout : {Layout::kTND, Layout::kNTD, Layout::kBSND, Layout::kBNSD}) {
     for (const std::int64_t G : {1, 2, 3, 4}) {
