@@ -110,16 +110,18 @@ ep::DispatchOptions dispatch_options(std::string_view op, const Optional& weight
   return o;
 }
 
-// The handle, and how many rows came.
-std::tuple<std::int64_t, std::int64_t> dispatch(std::int64_t buffer, Tensor x, Tensor ids, Optional weights,
-                                                Optional mask, bool int8, bool needs_backward, Optional x_scale,
-                                                Optional smooth_scale) {
+// The handle, how many rows came, and how many a tensor of them has.
+std::tuple<std::int64_t, std::int64_t, std::int64_t> dispatch(std::int64_t buffer, Tensor x, Tensor ids,
+                                                              Optional weights, Optional mask, bool int8,
+                                                              bool needs_backward, Optional x_scale,
+                                                              Optional smooth_scale, bool static_shape,
+                                                              std::int64_t static_tokens) {
   constexpr std::string_view op = "ep_dispatch";
-  const ep::HandlePtr h =
-      buffers.get("buffer", buffer)
-          ->dispatch(dense(op, "x", x), view(op, "ids", ids),
-                     dispatch_options(op, weights, mask, int8, needs_backward, x_scale, smooth_scale));
-  return {handles.add(h), h->rows};
+  ep::DispatchOptions o = dispatch_options(op, weights, mask, int8, needs_backward, x_scale, smooth_scale);
+  o.static_shape = static_shape;
+  o.static_tokens = static_tokens;
+  const ep::HandlePtr h = buffers.get("buffer", buffer)->dispatch(dense(op, "x", x), view(op, "ids", ids), o);
+  return {handles.add(h), h->rows, h->shape_rows};
 }
 void redispatch(std::int64_t buffer, Tensor x, std::int64_t handle) {
   buffers.get("buffer", buffer)->dispatch(dense("ep_dispatch", "x", x), *handles.get("handle", handle));
@@ -129,8 +131,8 @@ std::tuple<Tensor, Tensor> expand(std::int64_t buffer, std::int64_t handle, std:
                                   Optional smooth_scale) {
   const ep::HandlePtr h = handles.get("handle", handle);
   const bool int8 = dtype == ScalarType::Char;
-  Tensor rows = empty({h->rows, width}, dtype);
-  Tensor scales = empty({int8 ? h->rows : 0}, ScalarType::Float);
+  Tensor rows = empty({h->shape_rows, width}, dtype);
+  Tensor scales = empty({int8 ? h->shape_rows : 0}, ScalarType::Float);
   buffers.get("buffer", buffer)
       ->expand(*h, view("ep_expand", "out", rows), int8 ? view("ep_expand", "scales", scales) : TensorView{},
                view("ep_expand", "smooth_scale", smooth_scale));
@@ -151,7 +153,8 @@ Tensor window(std::int64_t buffer, std::int64_t rows, std::int64_t width, Scalar
 }
 
 // What is known of the received rows: how many each local expert has, the local expert and the weight of each, where it
-// came from; and of my pairs: the rank and the row there; tokens of every rank; my ids.
+// came from; and of my pairs: the rank and the row there; tokens of every rank; my ids. Rows of a static shape behind
+// those that came have expert, rank and pair -1 and weight 0.
 using Description = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 Description describe(std::int64_t handle) {
   const ep::HandlePtr h = handles.get("handle", handle);
@@ -162,11 +165,16 @@ Description describe(std::int64_t handle) {
   }
   std::vector<float> weights = h->row_weights;
   weights.resize(static_cast<std::size_t>(h->rows), 1.0f);
+  weights.resize(static_cast<std::size_t>(h->shape_rows), 0.0f);
+  const auto of_rows = [&](std::vector<std::int32_t> list, std::vector<std::int64_t> sizes) {
+    list.resize(static_cast<std::size_t>(h->shape_rows), -1);
+    return tensor_of(list, std::move(sizes), ScalarType::Int);
+  };
   return {tensor_of(h->expert_rows, {count}, ScalarType::Long),
-          tensor_of(expert, {h->rows, 1}, ScalarType::Int),
-          tensor_of(weights, {h->rows, 1}, ScalarType::Float),
-          tensor_of(h->row_rank, {h->rows}, ScalarType::Int),
-          tensor_of(h->row_pair, {h->rows}, ScalarType::Int),
+          of_rows(std::move(expert), {h->shape_rows, 1}),
+          tensor_of(weights, {h->shape_rows, 1}, ScalarType::Float),
+          of_rows(h->row_rank, {h->shape_rows}),
+          of_rows(h->row_pair, {h->shape_rows}),
           tensor_of(h->rank, {h->tokens, h->slots}, ScalarType::Int),
           tensor_of(h->place, {h->tokens, h->slots}, ScalarType::Int),
           tensor_of(h->source_tokens, {static_cast<std::int64_t>(h->source_tokens.size())}, ScalarType::Long),
@@ -255,7 +263,7 @@ STABLE_TORCH_LIBRARY(tidegate_ep, m) {
   m.def("waited(int buffer) -> Tensor");
   m.def(
       "dispatch(int buffer, Tensor x, Tensor ids, Tensor? weights, Tensor? mask, bool int8, bool needs_backward, "
-      "Tensor? x_scale, Tensor? smooth_scale) -> (int, int)");
+      "Tensor? x_scale, Tensor? smooth_scale, bool static_shape, int static_tokens) -> (int, int, int)");
   m.def("redispatch(int buffer, Tensor x, int handle) -> ()");
   m.def("expand(int buffer, int handle, int width, ScalarType dtype, Tensor? smooth_scale) -> (Tensor, Tensor)");
   m.def("expand_out(int buffer, int handle, Tensor(a!) out) -> ()");

@@ -70,6 +70,7 @@ std::int64_t window_bytes(const Config& config, std::int64_t ranks);
 struct Handle {
   std::uint64_t signature = 0;  // equal on all ranks
   std::int64_t tokens = 0, slots = 0, rows = 0;
+  std::int64_t shape_rows = 0;            // of expand's out and combine's y: rows, or more with static_shape
   std::vector<std::int32_t> ids;          // [T*K], -1: not routed; special experts keep their ids
   std::vector<float> weights;             // [T*K], or empty
   std::vector<std::int32_t> rank, place;  // [T*K]: the rank of the pair's expert and the row there, -1: does not travel
@@ -91,14 +92,18 @@ struct DispatchOptions {
   // several experts, so rows travel as they are, and expand, which takes the same tensor, quantises them.
   TensorView smooth_scale{};
   bool needs_backward = false;  // must be equal on all ranks: a rank without backward would hang the others
+  // Rows of a number that does not depend on the routing: sum over ranks of T * min(K, local experts). Those behind the
+  // ones that came are 0 and belong to no expert. A token may not name more pairs of a rank than that has experts.
+  bool static_shape = false;
+  std::int64_t static_tokens = 0;  // of all ranks, if there are more than this buffer's (other nodes)
 };
 
 struct CombineOptions {
   bool weighted = true;   // false: a plain sum of the rows that travelled, which is the gradient of a dispatch
   TensorView weights{};   // [T,K]; default: those given to dispatch, else 1
   TensorView shared_x{};  // [T,H], added with weight 1 after the slots
-  // For every received row one fp32 number goes back beside it: row_values [rows] -> pair_values [T,K], 0 where a pair
-  // did not travel.
+  // For every received row one fp32 number goes back beside it: row_values [shape_rows] -> pair_values [T,K], 0 where a
+  // pair did not travel.
   TensorView row_values{}, pair_values{};
   // Of special experts: the tokens, and for const experts alpha1, alpha2 [n] and v [n,H].
   TensorView ori_x{}, alpha1{}, alpha2{}, v{};
@@ -127,8 +132,8 @@ class Buffer {
   // Other rows along the same way: the order of `handle`, no metadata.
   void dispatch(const TensorView& x, const Handle& handle);
 
-  // The rows that the last dispatch brought, which must have been that of `handle`: a copy [rows,H] (int8: with
-  // `scales` fp32 [rows]), or where they are. Pointers are good until the next call of dispatch or combine.
+  // The rows that the last dispatch brought, which must have been that of `handle`: a copy [shape_rows,H] (int8: with
+  // `scales` fp32 [shape_rows]), or where they are. Pointers are good until the next call of dispatch or combine.
   void expand(const Handle& handle, const TensorView& out, const TensorView& scales = {},
               const TensorView& smooth_scale = {}) const;
   std::vector<const void*> row_pointers(const Handle& handle) const;
@@ -137,7 +142,7 @@ class Buffer {
   TensorView window_rows(std::int64_t rows, std::int64_t width, DType dtype) const;
 
   // out[t] = sum over k of weights[t,k] * y[row of (t,k)] + shared_x[t] in fp32, in order of k, rounded once.
-  // y [rows,H]; y and out may be absent together: only row_values go back.
+  // y [shape_rows,H]; y and out may be absent together: only row_values go back.
   void combine(const TensorView& y, const Handle& handle, const TensorView& out, const CombineOptions& options = {});
   // The rows of y themselves, unsummed: out [T*K,H], 0 where a pair did not travel.
   void collect(const TensorView& y, const Handle& handle, const TensorView& out);

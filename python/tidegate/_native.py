@@ -83,6 +83,11 @@ def _translate(error, op=""):
     return None
 
 
+def translated(error):
+    """The exception to raise for one that an operator may have thrown: ours if there is one, else the same."""
+    return isinstance(error, NATIVE_ERRORS) and _translate(error) or error
+
+
 class _Operator:
     def __init__(self, name, overload="default"):
         self._name = name

@@ -1,6 +1,7 @@
 // Dispatch: every rank puts its tokens and their sorted pairs into its window, and reads those of all windows.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "base/checks.h"
 #include "base/element.h"
@@ -31,10 +32,10 @@ void check_tokens(std::string_view op, const Group& g, const TensorView& x, cons
   if (o.smooth_scale.defined()) {
     check(o.int8 && !o.x_scale.defined(), op,
           ": smooth_scale: expected none without int8 or with x_scale, got a tensor");
-    check_smooth_scale(op, g, o.smooth_scale, x.sizes[1]);
+    check_smooth_scale(op, g.config, o.smooth_scale, x.sizes[1]);
   }
   check_inner_stride(op, {"x", x});
-  check_row_bytes(op, g, {"x", x});
+  check_row_bytes(op, g.config, {"x", x});
   if (x.sizes[0] > g.config.max_tokens) [[unlikely]] {
     Config larger = g.config;
     larger.max_tokens = x.sizes[0];
@@ -58,6 +59,25 @@ void apply_mask(std::string_view op, const TensorView& mask, std::int64_t T, std
   for (std::int64_t i = 0; i < T * K; ++i) {
     const std::int64_t at = mask.rank == 1 ? i / K * mask.strides[0] : offset_of(mask, i / K, i % K);
     ids[i] = mask.as<const std::uint8_t>()[at] != 0 ? ids[i] : -1;
+  }
+}
+
+// Pairs of a token on one rank are at most as many as that rank's experts, so that a static shape holds them.
+void check_static_shape(std::string_view op, const Group& g, const Handle& h) {
+  std::vector<std::int64_t> pairs(static_cast<std::size_t>(g.ranks));
+  for (std::int64_t t = 0; t < h.tokens; ++t) {
+    std::fill(pairs.begin(), pairs.end(), 0);
+    for (std::int64_t p = t * h.slots; p < (t + 1) * h.slots; ++p) {
+      const std::int32_t id = h.ids[static_cast<std::size_t>(p)];
+      if (id < 0 || id >= g.config.experts) {
+        continue;
+      }
+      const auto end = std::upper_bound(g.expert_begin.begin(), g.expert_begin.end(), id);
+      const auto owner = static_cast<std::size_t>(end - g.expert_begin.begin() - 1);
+      const std::int64_t most = *end - g.expert_begin[owner];
+      check(++pairs[owner] <= most, op, ": ids: expected at most ", most, " experts of rank ", owner,
+            " in a token (static_shape), got ", pairs[owner], " in token ", t);
+    }
   }
 }
 
@@ -164,6 +184,9 @@ HandlePtr Buffer::dispatch(const TensorView& x, const TensorView& ids, const Dis
     }
     apply_mask(op, o.mask, h->tokens, h->slots, h->ids.data());
     read_weights(op, {"weights", o.weights}, h->tokens, h->slots, h->weights);
+    if (o.static_shape) {
+      check_static_shape(op, g, *h);
+    }
 
     char* slot = g.next_slot();
     write_pairs(g, *h, slot);
@@ -172,6 +195,7 @@ HandlePtr Buffer::dispatch(const TensorView& x, const TensorView& ids, const Dis
     terms.field[2] = static_cast<std::uint64_t>(h->slots);
     terms.field[5] = o.needs_backward ? 1 : 0;
     terms.field[6] = o.weights.defined() ? 1 : 0;
+    terms.field[9] = o.static_shape ? 1 : 0;
     g.exchange(op, Op::kDispatch, terms, h->tokens);
 
     std::vector<SourcePairs> sources;
@@ -182,6 +206,12 @@ HandlePtr Buffer::dispatch(const TensorView& x, const TensorView& ids, const Dis
                          o.weights.defined() ? reinterpret_cast<const float*>(from + g.layout.weights) : nullptr});
     }
     place_rows(*h, g.rank, g.expert_begin, sources);
+    h->shape_rows = h->rows;
+    if (o.static_shape) {
+      const auto& list = h->source_tokens;
+      const std::int64_t here = std::accumulate(list.begin(), list.end(), std::int64_t{0});
+      h->shape_rows = std::max(here, o.static_tokens) * std::min(h->slots, local_experts());
+    }
     h->signature = hash_bytes(&g.generation, sizeof g.generation, g.epoch | 1);
     remember_rows(g, x, o, h->signature);
     return h;
@@ -209,7 +239,7 @@ TensorView Buffer::window_rows(std::int64_t rows, std::int64_t width, DType dtyp
   g.check_healthy();
   check(rows >= 0 && rows <= g.layout.row_capacity, op, ": rows: expected 0..", g.layout.row_capacity, ", got ", rows);
   const TensorView view = window_view(g, g.next_slot(), rows, width, dtype);
-  check_row_bytes(op, g, {"rows", view});
+  check_row_bytes(op, g.config, {"rows", view});
   return view;
 }
 

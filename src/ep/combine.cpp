@@ -20,8 +20,8 @@ void check_results(std::string_view op, const Group& g, const TensorView& y, con
   check_rank(op, {"y", y}, 2);
   check_data_type(op, {"y", y});
   check_inner_stride(op, {"y", y});
-  check_shape(op, {"y", y}, {h.rows, y.sizes[1]});
-  check_row_bytes(op, g, {"y", y});
+  check_shape(op, {"y", y}, {h.shape_rows, y.sizes[1]});
+  check_row_bytes(op, g.config, {"y", y});
 }
 
 void check_like_tokens(Named t, const TensorView& y, std::int64_t rows) {
@@ -186,7 +186,7 @@ void Buffer::combine(const TensorView& y, const Handle& h, const TensorView& out
       check_special(g, y, h, o);
     }
     if (o.row_values.defined()) {
-      check_shape(kOp, {"row_values", o.row_values}, {h.rows});
+      check_shape(kOp, {"row_values", o.row_values}, {h.shape_rows});
       check_dtype(kOp, {"row_values", o.row_values}, DType::kF32);
       check_shape(kOp, {"pair_values", o.pair_values}, {h.tokens, h.slots});
       check_dtype(kOp, {"pair_values", o.pair_values}, DType::kF32);
@@ -208,7 +208,7 @@ void Buffer::combine(const TensorView& y, const Handle& h, const TensorView& out
 
     char* slot = g.next_slot();
     if (y.defined()) {
-      copy_rows(y, window_view(g, slot, h.rows, y.sizes[1], y.dtype));
+      copy_rows(first_rows(y, h.rows), window_view(g, slot, h.rows, y.sizes[1], y.dtype));
     }
     for (std::int64_t j = 0; o.row_values.defined() && j < h.rows; ++j) {
       reinterpret_cast<float*>(slot + g.layout.values)[j] = o.row_values.as<const float>()[j * o.row_values.strides[0]];
@@ -236,7 +236,7 @@ void Buffer::collect(const TensorView& y, const Handle& h, const TensorView& out
     check_same_dtype(op, {"out", out}, {"y", y});
     check_inner_stride(op, {"out", out});
     check_outputs(op, {{"out", out}}, {{"y", y}});
-    copy_rows(y, window_view(g, g.next_slot(), h.rows, y.sizes[1], y.dtype));
+    copy_rows(first_rows(y, h.rows), window_view(g, g.next_slot(), h.rows, y.sizes[1], y.dtype));
     g.signature = 0;
     g.exchange(op, Op::kCollect, terms_of(Op::kCollect, y, h, false), h.tokens);
     const std::int64_t bytes = y.sizes[1] * dtype_bytes(y.dtype);

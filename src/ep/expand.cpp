@@ -31,6 +31,16 @@ const char* token_row(const Group& g, int source, std::int64_t token) {
 // cache; a quarter of 32 MB is what measurements on one of that size said.
 constexpr std::int64_t kCachedBytes = std::int64_t{8} << 20;
 
+// Rows of a static shape behind those that came.
+void clear_behind(const Handle& h, const TensorView& out, const TensorView& scales) {
+  for (std::int64_t j = h.rows; j < h.shape_rows; ++j) {
+    std::memset(row_at(out, j), 0, static_cast<std::size_t>(out.sizes[1] * dtype_bytes(out.dtype)));
+    if (scales.defined()) {
+      scales.as<float>()[j * scales.strides[0]] = 0.0f;
+    }
+  }
+}
+
 // Every row times the factors of its expert, quantised.
 void expand_smooth(const Group& g, const Handle& h, const TensorView& out, const TensorView& scales,
                    const TensorView& smooth_scale) {
@@ -63,7 +73,7 @@ void Buffer::expand(const Handle& h, const TensorView& out, const TensorView& sc
   check_current(op, g, h);
   check_rank(op, {"out", out}, 2);
   check_inner_stride(op, {"out", out});
-  check_shape(op, {"out", out}, {h.rows, out.sizes[1]});
+  check_shape(op, {"out", out}, {h.shape_rows, out.sizes[1]});
   const bool int8 = g.int8 || g.smooth;
   const std::int64_t row_bytes = g.smooth ? g.row_bytes / dtype_bytes(g.dtype) : g.row_bytes;
   check(out.sizes[1] * dtype_bytes(out.dtype) == row_bytes, op, ": out: expected rows of ", row_bytes, " bytes, got ",
@@ -77,11 +87,12 @@ void Buffer::expand(const Handle& h, const TensorView& out, const TensorView& sc
   check_given({"scales", scales}, int8);
   check_given({"smooth_scale", smooth_scale}, g.smooth);
   if (int8) {
-    check_shape(op, {"scales", scales}, {h.rows});
+    check_shape(op, {"scales", scales}, {h.shape_rows});
     check_dtype(op, {"scales", scales}, DType::kF32);
   }
+  clear_behind(h, out, scales);
   if (g.smooth) {
-    check_smooth_scale(op, g, smooth_scale, out.sizes[1]);
+    check_smooth_scale(op, g.config, smooth_scale, out.sizes[1]);
     expand_smooth(g, h, out, scales, smooth_scale);
     return;
   }

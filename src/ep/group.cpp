@@ -46,9 +46,9 @@ std::string decimal(double x) {
 
 }  // namespace
 
-const std::string_view Terms::kNames[Terms::kFields] = {"operator",      "bytes of a row", "slots",
-                                                        "dtype",         "int8",           "needs_backward",
-                                                        "weights given", "handle",         "smooth_scale given"};
+const std::string_view Terms::kNames[Terms::kFields] = {
+    "operator", "bytes of a row",     "slots",       "dtype", "int8", "needs_backward", "weights given",
+    "handle",   "smooth_scale given", "static_shape"};
 
 std::string_view op_name(Op op) {
   constexpr std::string_view names[] = {"none", "dispatch", "cached dispatch", "combine", "collect"};
@@ -235,20 +235,23 @@ void Group::give_up(std::string_view name, Clock::time_point begin) const {
   throw Failure(prefix(name) + "waited " + decimal(seconds_since(begin)) + " s for ranks [" + list + "]" + details);
 }
 
+void compare_terms(const std::string& prefix, int rank, const Terms& mine, int other, const Terms& theirs) {
+  for (int i = 0; i < Terms::kFields; ++i) {
+    if (theirs.field[i] == mine.field[i]) {
+      continue;
+    }
+    const auto text = [&](const Terms& t) {
+      return i == 0 ? std::string(op_name(static_cast<Op>(t.field[i]))) : std::to_string(t.field[i]);
+    };
+    throw Failure(prefix + "rank " + std::to_string(rank) + " and rank " + std::to_string(other) +
+                  " disagree: " + std::string(Terms::kNames[i]) + " is " + text(mine) + " on rank " +
+                  std::to_string(rank) + " and " + text(theirs) + " on rank " + std::to_string(other));
+  }
+}
+
 void Group::compare(std::string_view name, const Terms& mine) const {
   for (int r = 0; r < ranks; ++r) {
-    const Terms& theirs = header(r).terms;
-    for (int i = 0; i < Terms::kFields; ++i) {
-      if (theirs.field[i] == mine.field[i]) {
-        continue;
-      }
-      const auto text = [&](const Terms& t) {
-        return i == 0 ? std::string(op_name(static_cast<Op>(t.field[i]))) : std::to_string(t.field[i]);
-      };
-      throw Failure(prefix(name) + "rank " + std::to_string(rank) + " and rank " + std::to_string(r) +
-                    " disagree: " + std::string(Terms::kNames[i]) + " is " + text(mine) + " on rank " +
-                    std::to_string(rank) + " and " + text(theirs) + " on rank " + std::to_string(r));
-    }
+    compare_terms(prefix(name), rank, mine, r, header(r).terms);
   }
 }
 

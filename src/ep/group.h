@@ -18,11 +18,13 @@ std::string_view op_name(Op op);
 
 // What all ranks must say alike in one generation. Numbers only, so that a difference can be named.
 struct Terms {
-  static constexpr int kFields = 9;
+  static constexpr int kFields = 10;
   static const std::string_view kNames[kFields];
-  // operator, row bytes, slots, dtype, int8, needs_backward, weights, handle, smooth_scale
+  // operator, row bytes, slots, dtype, int8, needs_backward, weights, handle, smooth_scale, static_shape
   std::uint64_t field[kFields] = {};
 };
+// Throws Failure, which begins with the prefix, if the terms of two ranks differ.
+void compare_terms(const std::string& prefix, int rank, const Terms& mine, int other, const Terms& theirs);
 
 // At the beginning of every slot.
 struct Header {

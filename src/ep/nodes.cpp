@@ -1,37 +1,18 @@
+// Between nodes: who is where, and the way to the experts.
+#include "ep/nodes.h"
+
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 
 #include "base/checks.h"
 #include "base/expert_ids.h"
+#include "ep/agreement.h"
 #include "ep/plan.h"
 #include "ep/rows.h"
 #include "tidegate/ep_nodes.h"
-#include "tidegate/moe.h"
 #include "tidegate/quant.h"
 
 namespace tidegate::ep {
-namespace {
-
-std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
-
-std::vector<std::int64_t> counts_of(const std::vector<std::vector<std::int32_t>>& lists) {
-  std::vector<std::int64_t> counts;
-  counts.reserve(lists.size());
-  for (const auto& list : lists) {
-    counts.push_back(static_cast<std::int64_t>(list.size()));
-  }
-  return counts;
-}
-std::int64_t total_of(const std::vector<std::int64_t>& counts) {
-  std::int64_t total = 0;
-  for (const std::int64_t n : counts) {
-    total += n;
-  }
-  return total;
-}
-
-}  // namespace
 
 NodesBuffer::NodesBuffer(const Config& config, Wire& wire, NodeSums sums) : wire_(wire), sums_(sums), config_(config) {
   constexpr std::string_view op = "ep_nodes";
@@ -70,6 +51,7 @@ NodesBuffer::NodesBuffer(const Config& config, Wire& wire, NodeSums sums) : wire
     }
     if (names[index(rank)] == nodes[n]) {
       my_node = n;
+      node_ = static_cast<std::int32_t>(n);
       my_index = static_cast<int>(std::find(members[n].begin(), members[n].end(), rank) - members[n].begin());
       local.experts = std::max<std::int64_t>(begin.back(), 1);
       local.expert_begin = begin.back() > 0 ? begin : std::vector<std::int64_t>{};
@@ -110,38 +92,17 @@ std::vector<char> NodesBuffer::exchange(const std::vector<char>& send, const std
   return came;
 }
 
-// How many tokens come from each rank. With the counts travels what decides how everything after them is read: a rank
-// that says something else would be misread.
-std::vector<std::int64_t> NodesBuffer::exchange_counts(const std::vector<std::int64_t>& sent, std::int64_t slots,
-                                                       std::int64_t row_bytes, DType dtype, bool int8) {
-  constexpr std::int64_t kNumbers = 5;
-  constexpr std::string_view names[kNumbers] = {"count", "slots", "bytes of a row", "dtype", "int8"};
-  const std::vector<std::int64_t> one(sent.size(), 1);
-  std::vector<std::int64_t> mine;
-  for (const std::int64_t n : sent) {
-    mine.insert(mine.end(), {n, slots, row_bytes, static_cast<std::int64_t>(dtype), int8 ? 1 : 0});
-  }
-  std::vector<char> bytes(mine.size() * sizeof(std::int64_t));
-  std::memcpy(bytes.data(), mine.data(), bytes.size());
-  bytes = exchange(bytes, one, one, kNumbers * static_cast<std::int64_t>(sizeof(std::int64_t)));
-  std::vector<std::int64_t> theirs(mine.size()), counts;
-  std::memcpy(theirs.data(), bytes.data(), bytes.size());
-  for (std::size_t r = 0; r < sent.size(); ++r) {
-    counts.push_back(theirs[r * kNumbers]);
-    for (std::size_t i = 1; i < kNumbers; ++i) {
-      if (mine[i] != theirs[r * kNumbers + i]) {
-        std::ostringstream text;
-        text << "ep_dispatch: group " << config_.name << ": rank " << wire_.rank() << " and rank " << r
-             << " disagree: " << names[i] << " is " << mine[i] << " on rank " << wire_.rank() << " and "
-             << theirs[r * kNumbers + i] << " on rank " << r;
-        throw Failure(text.str());
-      }
-    }
-  }
-  return counts;
-}
+// The tokens of a rank, ready for the wire, one after the other for every rank.
+struct NodesBuffer::Parcel {
+  std::shared_ptr<NodesHandle> handle;
+  std::vector<char> meta;  // of every token its experts there, their weights and its scale
+  std::vector<char> rows;
+  std::int64_t meta_bytes, row_bytes;
+  DType dtype;
+};
 
-NodesHandlePtr NodesBuffer::dispatch(const TensorView& x, const TensorView& ids, const TensorView& weights, bool int8) {
+NodesBuffer::Parcel NodesBuffer::pack(const TensorView& x, const TensorView& ids, const TensorView& weights, bool int8,
+                                      const TensorView& smooth_scale) const {
   constexpr std::string_view op = "ep_dispatch";
   check_rank(op, {"x", x}, 2);
   if (int8) {
@@ -150,10 +111,17 @@ NodesHandlePtr NodesBuffer::dispatch(const TensorView& x, const TensorView& ids,
     check_data_type(op, {"x", x});
   }
   check_inner_stride(op, {"x", x});
-  check_rank(op, {"ids", ids}, 2);
-  check_shape(op, {"ids", ids}, {x.sizes[0], ids.sizes[1]});
+  check_row_bytes(op, config_, {"x", x});
   check(x.sizes[0] <= config_.max_tokens, op, ": x: expected at most ", config_.max_tokens,
         " tokens (max_tokens of the buffer), got ", x.sizes[0]);
+  check_rank(op, {"ids", ids}, 2);
+  check_shape(op, {"ids", ids}, {x.sizes[0], ids.sizes[1]});
+  check(ids.sizes[1] >= 1 && ids.sizes[1] <= config_.slots, op, ": ids: expected 1 to ", config_.slots,
+        " slots (slots of the buffer), got ", ids.sizes[1]);
+  if (smooth_scale.defined()) {
+    check(int8, op, ": smooth_scale: expected none without int8, got a tensor");
+    check_smooth_scale(op, config_, smooth_scale, x.sizes[1]);
+  }
   auto h = std::make_shared<NodesHandle>();
   h->tokens = x.sizes[0];
   h->slots = ids.sizes[1];
@@ -162,8 +130,7 @@ NodesHandlePtr NodesBuffer::dispatch(const TensorView& x, const TensorView& ids,
   Scratch scratch;
   const std::int32_t* list = read_expert_ids(op, {"ids", ids}, config_.experts, ExpertIds::kPlain, scratch);
 
-  const int ranks = wire_.size();
-  h->sent.resize(index(ranks));
+  h->sent.resize(index(wire_.size()));
   h->pair_rank.assign(index(h->tokens * K), -1);
   for (std::int64_t t = 0; t < h->tokens; ++t) {
     for (std::int64_t p = t * K; p < (t + 1) * K; ++p) {
@@ -178,120 +145,99 @@ NodesHandlePtr NodesBuffer::dispatch(const TensorView& x, const TensorView& ids,
       }
     }
   }
-  // Counts, then for every token its experts there, their weights and its scale, then the rows.
-  const std::vector<std::int64_t> sent = counts_of(h->sent);
   TensorView tokens = x;
   std::vector<std::int8_t> quantised;
-  std::vector<float> scales(int8 ? index(h->tokens) : 0);
-  if (int8) {
+  std::vector<float> scales(index(h->tokens), 1.0f);
+  if (int8 && !smooth_scale.defined()) {
     quantised.resize(index(x.numel()));
     tokens = contiguous(quantised.data(), DType::kI8, {h->tokens, x.sizes[1]});
     quantize(x, tokens, contiguous(scales.data(), DType::kF32, {h->tokens}));
   }
-  const std::int64_t row_bytes = x.sizes[1] * dtype_bytes(tokens.dtype);
-  h->received = exchange_counts(sent, K, row_bytes, tokens.dtype, int8);
-  const std::int64_t meta_bytes = 8 * K + 4;
-  std::vector<char> meta(index(total_of(sent) * meta_bytes)), rows(index(total_of(sent) * row_bytes));
+  Parcel parcel{h, {}, {}, 8 * K + 4, x.sizes[1] * dtype_bytes(tokens.dtype), tokens.dtype};
+  const std::int64_t count = total_of(counts_of(h->sent));
+  parcel.meta.resize(index(count * parcel.meta_bytes));
+  parcel.rows.resize(index(count * parcel.row_bytes));
   std::int64_t i = 0;
-  for (int r = 0; r < ranks; ++r) {
+  for (int r = 0; r < wire_.size(); ++r) {
     for (const std::int32_t t : h->sent[index(r)]) {
-      auto* number = reinterpret_cast<std::int32_t*>(meta.data() + i * meta_bytes);
+      auto* number = reinterpret_cast<std::int32_t*>(parcel.meta.data() + i * parcel.meta_bytes);
       auto* weight = reinterpret_cast<float*>(number + K);
       for (std::int64_t k = 0; k < K; ++k) {
         const std::size_t p = index(t * K + k);
         number[k] = h->pair_rank[p] == r ? expert_number_[index(list[p])] : -1;
         weight[k] = h->weights.empty() ? 1.0f : h->weights[p];
       }
-      weight[K] = int8 ? scales[index(t)] : 1.0f;
-      std::memcpy(rows.data() + i++ * row_bytes, row_at(tokens, t), index(row_bytes));
+      weight[K] = scales[index(t)];
+      std::memcpy(parcel.rows.data() + i++ * parcel.row_bytes, row_at(tokens, t), index(parcel.row_bytes));
     }
   }
-  meta = exchange(meta, sent, h->received, meta_bytes);
-  rows = exchange(rows, sent, h->received, row_bytes);
+  return parcel;
+}
+
+// The factors of the experts of this node, by their numbers here.
+std::vector<float> NodesBuffer::factors_of_node(const TensorView& smooth_scale) const {
+  const std::int64_t width = smooth_scale.sizes[1];
+  std::vector<float> factors(index(local_->config().experts * width));
+  for (std::int64_t e = 0; e < config_.experts; ++e) {
+    if (expert_node_[index(e)] == node_) {
+      std::memcpy(factors.data() + expert_number_[index(e)] * width, row_at(smooth_scale, e), index(4 * width));
+    }
+  }
+  return factors;
+}
+
+NodesHandlePtr NodesBuffer::dispatch(const TensorView& x, const TensorView& ids, const TensorView& weights, bool int8,
+                                     const TensorView& smooth_scale) {
+  const Parcel parcel = announced(wire_, [&] { return pack(x, ids, weights, int8, smooth_scale); });
+  const std::shared_ptr<NodesHandle>& h = parcel.handle;
+  const std::int64_t K = h->slots;
+  const std::vector<std::int64_t> sent = counts_of(h->sent);
+  Terms terms = terms_of(Op::kDispatch, parcel.row_bytes, parcel.dtype);
+  terms.field[2] = static_cast<std::uint64_t>(K);
+  terms.field[4] = int8 ? 1 : 0;
+  terms.field[8] = smooth_scale.defined() ? 1 : 0;
+  h->received = agree("ep_dispatch", config_.name, wire_, terms, sent);
+  h->number = ++dispatches_;
+  const std::vector<char> meta = exchange(parcel.meta, sent, h->received, parcel.meta_bytes);
+  const std::vector<char> rows = exchange(parcel.rows, sent, h->received, parcel.row_bytes);
   const std::int64_t came = total_of(h->received);
   h->numbers.resize(index(came * K));
-  std::vector<float> row_weights(index(came * K));
-  scales.resize(index(came));
+  std::vector<float> row_weights(index(came * K)), scales(index(came));
   for (std::int64_t t = 0; t < came; ++t) {
-    std::memcpy(h->numbers.data() + t * K, meta.data() + t * meta_bytes, index(4 * K));
-    std::memcpy(row_weights.data() + t * K, meta.data() + t * meta_bytes + 4 * K, index(4 * K));
-    std::memcpy(&scales[index(t)], meta.data() + t * meta_bytes + 8 * K, sizeof(float));
+    const char* of_token = meta.data() + t * parcel.meta_bytes;
+    std::memcpy(h->numbers.data() + t * K, of_token, index(4 * K));
+    std::memcpy(row_weights.data() + t * K, of_token + 4 * K, index(4 * K));
+    std::memcpy(&scales[index(t)], of_token + 8 * K, sizeof(float));
   }
   DispatchOptions options;
   options.weights = contiguous(row_weights.data(), DType::kF32, {came, K});
   options.int8 = int8;
-  if (int8) {
+  std::vector<float> factors;
+  if (smooth_scale.defined()) {
+    factors = factors_of_node(smooth_scale);
+    options.smooth_scale = contiguous(factors.data(), DType::kF32, {local_->config().experts, x.sizes[1]});
+  } else if (int8) {
     options.x_scale = contiguous(scales.data(), DType::kF32, {came});
   }
-  h->inner = local_->dispatch(contiguous(rows.data(), tokens.dtype, {came, x.sizes[1]}),
+  h->inner = local_->dispatch(contiguous(rows.data(), parcel.dtype, {came, x.sizes[1]}),
                               contiguous(h->numbers.data(), DType::kI32, {came, K}), options);
   return h;
 }
 
-void NodesBuffer::expand(const NodesHandle& handle, const TensorView& out, const TensorView& scales) const {
-  local_->expand(*handle.inner, out, scales);
+void NodesBuffer::expand(const NodesHandle& handle, const TensorView& out, const TensorView& scales,
+                         const TensorView& smooth_scale) const {
+  if (!smooth_scale.defined()) {
+    local_->expand(*handle.inner, out, scales);
+    return;
+  }
+  check_rank("ep_expand", {"out", out}, 2);
+  check_smooth_scale("ep_expand", config_, smooth_scale, out.sizes[1]);
+  const std::vector<float> factors = factors_of_node(smooth_scale);
+  local_->expand(*handle.inner, out, scales,
+                 contiguous(factors.data(), DType::kF32, {local_->config().experts, smooth_scale.sizes[1]}));
 }
 TensorView NodesBuffer::window_rows(std::int64_t rows, std::int64_t width, DType dtype) const {
   return local_->window_rows(rows, width, dtype);
-}
-
-void NodesBuffer::combine(const TensorView& y, const NodesHandle& h, const TensorView& out) {
-  constexpr std::string_view op = "ep_combine";
-  check_rank(op, {"y", y}, 2);
-  check_shape(op, {"out", out}, {h.tokens, y.sizes[1]});
-  check_same_dtype(op, {"out", out}, {"y", y});
-  const std::int64_t K = h.slots;
-  const std::int64_t row_bytes = y.sizes[1] * dtype_bytes(y.dtype);
-  const std::int64_t came = total_of(h.received);
-  const auto ranks = static_cast<std::int64_t>(h.sent.size());
-  // Rows that go back to each rank, those that return, and where each stands for my tokens.
-  std::vector<std::int64_t> back(h.received), home = counts_of(h.sent);
-  const std::int64_t columns = sums_ == NodeSums::kExact ? K : ranks;
-  std::vector<std::int32_t> pos(index(h.tokens * columns), -1);
-  std::vector<char> rows;
-  std::int32_t next = 0;
-  if (sums_ == NodeSums::kFast) {
-    rows.resize(index(came * row_bytes));
-    local_->combine(y, *h.inner, contiguous(rows.data(), y.dtype, {came, y.sizes[1]}));
-    for (std::int64_t r = 0; r < ranks; ++r) {
-      for (const std::int32_t t : h.sent[index(r)]) {
-        pos[index(t * ranks + r)] = next++;
-      }
-    }
-  } else {
-    rows.resize(index(came * K * row_bytes));
-    local_->collect(y, *h.inner, contiguous(rows.data(), y.dtype, {came * K, y.sizes[1]}));
-    std::int64_t kept = 0;
-    std::int64_t t = 0;
-    for (std::int64_t r = 0; r < ranks; ++r) {  // only pairs of experts of this node
-      const std::int64_t before = kept;
-      for (const std::int64_t end = t + h.received[index(r)]; t < end; ++t) {
-        for (std::int64_t p = t * K; p < (t + 1) * K; ++p) {
-          if (h.numbers[index(p)] >= 0) {
-            std::memmove(rows.data() + kept++ * row_bytes, rows.data() + p * row_bytes, index(row_bytes));
-          }
-        }
-      }
-      back[index(r)] = kept - before;
-    }
-    rows.resize(index(kept * row_bytes));
-    for (std::int64_t r = 0; r < ranks; ++r) {
-      home[index(r)] = 0;
-      for (const std::int32_t token : h.sent[index(r)]) {
-        for (std::int64_t p = token * K; p < (token + 1) * K; ++p) {
-          if (h.pair_rank[index(p)] == r) {
-            pos[index(p)] = next++;
-            ++home[index(r)];
-          }
-        }
-      }
-    }
-  }
-  const std::vector<char> returned = exchange(rows, back, home, row_bytes);
-  const bool weighted = sums_ == NodeSums::kExact && !h.weights.empty();
-  moe_unpermute_fwd(contiguous(returned.data(), y.dtype, {next, y.sizes[1]}),
-                    contiguous(pos.data(), DType::kI32, {h.tokens, columns}),
-                    weighted ? contiguous(h.weights.data(), DType::kF32, {h.tokens, K}) : TensorView{}, out);
 }
 
 }  // namespace tidegate::ep

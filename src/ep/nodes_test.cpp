@@ -82,6 +82,45 @@ TEST(EpNodes, Int8RowsCarryTheirScale) {
   });
 }
 
+// Factors of each expert: what one process makes of all tokens, through a buffer inside its node.
+TEST(EpNodes, SmoothScalesAreThoseOfTheExpert) {
+  for (const std::vector<std::string>& nodes : {std::vector<std::string>{"a", "b", "a", "b"}, {"a", "a", "b", "b"}}) {
+    run_ranks(4, [&](SharedBootstrap& wire) {
+      const EpProblem p({4, 10, 4, 24, {9, 0, 3, 5}, EpCase::kHoles, DType::kBF16});
+      const int rank = wire.rank();
+      ep::Config config = p.config();
+      config.row_bytes = 4 * 24;  // results are fp32
+      config.node_id = nodes[static_cast<std::size_t>(rank)];
+      Random random(9);
+      const Tensor smooth = uniform(random, DType::kF32, {10, 24}, 0.1, 3.0);
+      const auto results = [&](const Tensor& q, const Tensor& scales, auto& buffer, const ep::Handle& h) {
+        Tensor y(DType::kF32, {h.rows, 24});
+        const Tensor rows =
+            Tensor(DType::kF32, {h.rows, 24}).fill([&](std::int64_t i) { return q.get(i) * scales.get(i / 24); });
+        apply_experts(rows, y, buffer.first_expert(), h.expert_rows);
+        return y;
+      };
+      NodesBuffer buffer(config, wire);
+      const TensorView x = p.part_of(p.x, rank), ids = p.part_of(p.ids, rank), weights = p.part_of(p.weights, rank);
+      const auto h = buffer.dispatch(x, ids, weights, true, smooth);
+      Tensor q(DType::kI8, {h->inner->rows, 24}), scales(DType::kF32, {h->inner->rows});
+      buffer.expand(*h, q, scales, smooth);
+      Tensor out(DType::kF32, {h->tokens, 24});
+      buffer.combine(results(q, scales, buffer, *h->inner), *h, out);
+
+      config.max_tokens = p.first.back();
+      ep::Buffer alone(config, 0, 1);
+      alone.connect({alone.address()});
+      const auto all = alone.dispatch(p.x, p.ids, {.weights = p.weights, .int8 = true, .smooth_scale = smooth});
+      Tensor all_q(DType::kI8, {all->rows, 24}), all_scales(DType::kF32, {all->rows});
+      alone.expand(*all, all_q, all_scales, smooth);
+      Tensor want(DType::kF32, {all->tokens, 24});
+      alone.combine(results(all_q, all_scales, alone, *all), *all, want);
+      EXPECT_TRUE(same_bits(out, p.part_of(want, rank)));
+    });
+  }
+}
+
 TEST(EpNodes, RanksThatDisagree) {
   run_ranks(3, [&](SharedBootstrap& wire) {
     const EpProblem p({3, 6, 2, 8, {3, 2, 0}, EpCase::kUniform, DType::kF32});
@@ -101,7 +140,84 @@ TEST(EpNodes, RanksThatDisagree) {
     EXPECT_NE(text_of(rank == 1 ? 1 : 2, true).find(" disagree: slots is "), std::string::npos);
     const DType dtype = rank == 0 ? DType::kBF16 : DType::kF16;  // as many bytes
     EXPECT_NE(text_of(2, false, dtype).find(" disagree: dtype is "), std::string::npos);
+
+    const auto h = buffer.dispatch(p.part_of(p.x, rank), p.part_of(p.ids, rank));
+    const auto later = buffer.dispatch(p.part_of(p.x, rank), p.part_of(p.ids, rank));
+    const auto text_of_combine = [&](const ep::NodesHandle& handle, DType type) -> std::string {
+      try {
+        buffer.combine(Tensor(type, {handle.inner->rows, 8}), handle, Tensor(type, {handle.tokens, 8}));
+      } catch (const ep::Failure& failure) {
+        return failure.what();
+      }
+      return "nothing";
+    };
+    EXPECT_NE(text_of_combine(*h, dtype).find("ep_combine: group moe: rank "), std::string::npos);
+    EXPECT_NE(text_of_combine(rank == 1 ? *h : *later, DType::kF32).find(" disagree: handle is "), std::string::npos);
+    EXPECT_EQ(text_of_combine(*h, DType::kF32), "nothing");
   });
+}
+
+// Rank 1 throws its own error, the others say who failed and why.
+void expect_one_fails(int rank, const std::string& text, const std::function<void()>& call) {
+  if (rank == 1) {
+    expect_error(call, text);
+    return;
+  }
+  std::string found = "nothing";
+  try {
+    call();
+  } catch (const ep::Failure& failure) {
+    found = failure.what();
+  }
+  EXPECT_NE(found.find(": group moe: rank 1 failed: " + text), std::string::npos) << found;
+}
+
+TEST(EpNodes, WrongArgumentsOfOneRank) {
+  for (const NodeSums sums : {NodeSums::kExact, NodeSums::kFast}) {
+    run_ranks(3, [&](SharedBootstrap& wire) {
+      const EpProblem p({3, 6, 2, 8, {3, 2, 4}, EpCase::kUniform, DType::kF32});
+      const int rank = wire.rank();
+      const bool wrong = rank == 1;
+      ep::Config config = p.config();
+      config.node_id = rank < 2 ? "a" : "b";
+      NodesBuffer buffer(config, wire, sums);
+      const TensorView x = p.part_of(p.x, rank), ids = p.part_of(p.ids, rank), weights = p.part_of(p.weights, rank);
+      const Tensor outside = Tensor(DType::kI32, {2, 2}).fill([](std::int64_t i) { return i == 2 ? 9.0 : 0.0; });
+      expect_one_fails(rank, "ep_dispatch: ids[1,0]: expected -1 or 0..5, got 9",
+                       [&] { buffer.dispatch(x, wrong ? outside : ids, weights); });
+      expect_one_fails(rank, "ep_dispatch: weights: expected shape [2, 2], got [2, 1]",
+                       [&] { buffer.dispatch(x, ids, wrong ? part(weights, 1, 0, 1) : weights); });
+      expect_one_fails(rank, "ep_dispatch: x: expected rows of at most 32 bytes (row_bytes of the buffer), got 64",
+                       [&] {
+                         buffer.dispatch(wrong ? typed(x, DType::kF64) : Tensor(DType::kF32, {x.sizes[0], 8}), ids);
+                       });
+      expect_one_fails(rank, "ep_dispatch: ids: expected 1 to 2 slots (slots of the buffer), got 0",
+                       [&] { buffer.dispatch(x, wrong ? part(ids, 1, 0, 0) : ids); });
+
+      const auto h = buffer.dispatch(x, ids, weights);
+      Tensor rows(DType::kF32, {h->inner->rows, 8}), out(DType::kF32, {h->tokens, 8}),
+          again(DType::kF32, {h->tokens, 8});
+      buffer.expand(*h, rows);
+      buffer.combine(rows, *h, out);
+      const std::string count = std::to_string(h->inner->rows), more = std::to_string(h->inner->rows + 1);
+      const Tensor longer(DType::kF32, {h->inner->rows + (wrong ? 1 : 0), 8});
+      // Only rank 1 knows how many rows it has.
+      expect_one_fails(rank,
+                       wrong ? "ep_combine: y: expected shape [" + count + ", 8], got [" + more + ", 8]"
+                             : "ep_combine: y: expected shape [",
+                       [&] { buffer.combine(longer, *h, out); });
+      expect_one_fails(rank, "ep_combine: y: expected dtype float32, bfloat16, float16 or float64, got dtype int32",
+                       [&] { buffer.combine(wrong ? typed(rows, DType::kI32) : typed(rows, DType::kF32), *h, out); });
+      expect_one_fails(rank, "ep_combine: out: expected shape [2, 8], got [1, 8]",
+                       [&] { buffer.combine(rows, *h, wrong ? part(out, 0, 0, 1) : out.view()); });
+      const ep::NodesHandle foreign;
+      expect_one_fails(rank, "ep_combine: handle: expected one of this buffer, got one of 0 ranks",
+                       [&] { buffer.combine(rows, wrong ? foreign : *h, out); });
+      // Nothing has travelled, so the handle is as good as before.
+      buffer.combine(rows, *h, again);
+      EXPECT_TRUE(same_bits(out, again));
+    });
+  }
 }
 
 TEST(EpNodes, TokensForANodeGoToItsRanksInTurn) {
@@ -139,6 +255,17 @@ TEST(EpNodes, Errors) {
                  "ep_dispatch: ids: expected dtype int32 or int64, got dtype float32");
     expect_error([&] { enough.dispatch(typed(p.x, DType::kF64), p.ids, {}, true); },
                  "ep_dispatch: x: expected dtype float32, bfloat16 or float16, got dtype float64");
+    const Tensor smooth(DType::kF32, {4, 8});
+    expect_error([&] { enough.dispatch(p.x, p.ids, {}, false, smooth); },
+                 "ep_dispatch: smooth_scale: expected none without int8, got a tensor");
+    expect_error([&] { enough.dispatch(p.x, p.ids, {}, true, part(smooth, 0, 0, 3)); },
+                 "ep_dispatch: smooth_scale: expected shape [4, 8], got [3, 8]");
+    const auto h = enough.dispatch(p.x, p.ids, {}, true, smooth);
+    Tensor q(DType::kI8, {h->inner->rows, 8}), scales(DType::kF32, {h->inner->rows});
+    expect_error([&] { enough.expand(*h, q, scales); },
+                 "ep_expand: smooth_scale: expected a tensor for the rows that were sent, got none");
+    expect_error([&] { enough.expand(*h, q, scales, part(smooth, 1, 0, 7)); },
+                 "ep_expand: smooth_scale: expected shape [4, 8], got [4, 7]");
   });
 }
 

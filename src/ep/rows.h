@@ -13,9 +13,9 @@
 
 namespace tidegate::ep {
 
-inline void check_row_bytes(std::string_view op, const Group& g, Named t) {
-  check(t.tensor.sizes[1] * dtype_bytes(t.tensor.dtype) <= g.config.row_bytes, op, ": ", t.name,
-        ": expected rows of at most ", g.config.row_bytes, " bytes (row_bytes of the buffer), got ",
+inline void check_row_bytes(std::string_view op, const Config& config, Named t) {
+  check(t.tensor.sizes[1] * dtype_bytes(t.tensor.dtype) <= config.row_bytes, op, ": ", t.name,
+        ": expected rows of at most ", config.row_bytes, " bytes (row_bytes of the buffer), got ",
         t.tensor.sizes[1] * dtype_bytes(t.tensor.dtype));
 }
 
@@ -28,9 +28,9 @@ inline void check_handle(std::string_view op, const Group& g, const Handle& h) {
         h.expert_rows.size(), " local experts");
 }
 
-inline void check_smooth_scale(std::string_view op, const Group& g, const TensorView& smooth_scale,
+inline void check_smooth_scale(std::string_view op, const Config& config, const TensorView& smooth_scale,
                                std::int64_t width) {
-  check_shape(op, {"smooth_scale", smooth_scale}, {g.config.experts, width});
+  check_shape(op, {"smooth_scale", smooth_scale}, {config.experts, width});
   check_dtype(op, {"smooth_scale", smooth_scale}, DType::kF32);
   check_inner_stride(op, {"smooth_scale", smooth_scale});
 }
@@ -39,6 +39,11 @@ inline void check_smooth_scale(std::string_view op, const Group& g, const Tensor
 inline TensorView window_view(const Group& g, char* slot, std::int64_t rows, std::int64_t width, DType dtype) {
   TensorView t = contiguous(slot + g.layout.rows, dtype, {rows, width});
   t.strides[0] = row_pitch(width * dtype_bytes(dtype)) / dtype_bytes(dtype);
+  return t;
+}
+
+inline TensorView first_rows(TensorView t, std::int64_t rows) {
+  t.sizes[0] = rows;
   return t;
 }
 

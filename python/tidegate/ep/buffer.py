@@ -59,6 +59,7 @@ def all_gather_bytes(tensor, group, ranks):
 class Handle:
     """What a dispatch leaves behind: where every pair (token, slot) went, and where every received row came from."""
 
+    # Those of rows are as long as what expand gives; with static_shape their ends are -1, and 0 in row_weights.
     FIELDS = (
         "expert_rows",  # int64 [local experts]: rows of each, in their order
         "row_expert",  # int32 [rows,1]: the local expert of every row
@@ -71,8 +72,11 @@ class Handle:
         "ids",  # int32 [T,K]: those given to dispatch, -1 where a mask said so
     )
 
-    def __init__(self, number: int, rows: int, width: int, dtype: torch.dtype, weights: torch.Tensor | None) -> None:
-        self.number, self.rows, self.width, self.dtype = number, rows, width, dtype
+    def __init__(
+        self, number: int, rows: int, shape_rows: int, width: int, dtype: torch.dtype, weights: torch.Tensor | None
+    ) -> None:
+        self.number, self.width, self.dtype = number, width, dtype
+        self.rows, self.shape_rows = rows, shape_rows  # that came, and of a tensor of them: more with static_shape
         self.weights = weights  # the routing weights given to dispatch, for their gradient
         self.smooth_scale = None
         self._free = weakref.finalize(self, torch.ops.tidegate_ep.free_handle, number)
@@ -163,19 +167,22 @@ class Buffer:
         needs_backward: bool = False,
         x_scale: torch.Tensor | None = None,
         smooth_scale: torch.Tensor | None = None,
+        static_shape: bool = False,
+        static_tokens: int = 0,
     ) -> Handle:
         """Sends tokens to the ranks of their experts, as the function dispatch does; expand has the rows that came.
 
         int8: rows travel as int8 with one scale a token; with x_scale fp32 [T] x is int8 already. With smooth_scale
-        fp32 [experts,H] rows travel as they are, and expand quantises each times the factors of its expert."""
-        tensors = (x_scale, smooth_scale)
-        number, rows = call("dispatch", self.number, x, ids, weights, mask, int8, needs_backward, *tensors)
-        handle = Handle(number, rows, x.shape[1], torch.int8 if int8 else x.dtype, weights)
+        fp32 [experts,H] rows travel as they are, and expand quantises each times the factors of its expert.
+        static_tokens: with static_shape, tokens of all ranks if there are more than those of this buffer."""
+        options = (int8, needs_backward, x_scale, smooth_scale, static_shape, static_tokens)
+        number, *rows = call("dispatch", self.number, x, ids, weights, mask, *options)
+        handle = Handle(number, *rows, x.shape[1], torch.int8 if int8 else x.dtype, weights)
         handle.smooth_scale = smooth_scale
         return handle
 
     def redispatch(self, x: torch.Tensor, handle: Handle) -> torch.Tensor:
-        """Other rows along the way of a handle: [rows,H]."""
+        """Other rows along the way of a handle: [shape_rows,H]."""
         call("redispatch", self.number, x, handle.number)
         return call("expand", self.number, handle.number, x.shape[1], x.dtype, None)[0]
 
@@ -189,7 +196,7 @@ class Buffer:
     def expand(
         self, handle: Handle, out: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The rows that the last dispatch brought: [rows,H]; of an int8 dispatch (rows, scales)."""
+        """The rows that the last dispatch brought: [shape_rows,H]; of an int8 dispatch (rows, scales)."""
         if out is not None:
             call("expand_out", self.number, handle.number, out)
             return out

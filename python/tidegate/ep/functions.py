@@ -5,8 +5,11 @@ backward exchange, also with no tokens or no rows: nodes hang on tensors of size
 dispatch whether a backward will come.
 """
 
+from contextlib import contextmanager
+
 import torch
 
+from tidegate import _native
 from tidegate.ep.buffer import Buffer, Handle, call
 from tidegate.ep.nodes import NodesBuffer, NodesHandle
 from tidegate.ep.special import special_bwd
@@ -28,15 +31,30 @@ def _gives_back_tokens(buffer):
     return isinstance(buffer, Buffer) and buffer.copy_experts + buffer.const_experts > 0
 
 
+@contextmanager
+def _alone(buffer):
+    """Around what a rank does for itself before the next exchange. Between nodes the others hear of it if it fails."""
+    if isinstance(buffer, NodesBuffer):
+        with buffer.agreement.checking():
+            yield
+        return
+    try:
+        yield
+    except Exception as error:
+        raise _native.translated(error) from None
+
+
 def _check_special(op, buffer, special):
-    for name in _named(special) if not isinstance(buffer, Buffer) else ():
-        raise ValueError(f"{op}: {name}: expected none between nodes, got a tensor")
+    if isinstance(buffer, NodesBuffer):
+        with _alone(buffer):
+            for name in _named(special):
+                raise ValueError(f"{op}: {name}: expected none between nodes, got a tensor")
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, buffer, x, ids, weights, mask, needs_backward):
-        handle = buffer.dispatch(x, ids, weights, mask, needs_backward=needs_backward)
+    def forward(ctx, buffer, x, ids, weights, mask, static_shape):
+        handle = buffer.dispatch(x, ids, weights, mask, needs_backward=True, static_shape=static_shape)
         ctx.buffer, ctx.handle = buffer, handle
         return buffer.expand(handle), handle
 
@@ -60,7 +78,7 @@ class _Combine(torch.autograd.Function):
         buffer, handle, dout = ctx.buffer, ctx.handle, dout.contiguous()
         y, weights, *special = ctx.saved_tensors
         d = buffer.redispatch(dout, handle)
-        places = torch.arange(handle.rows, dtype=torch.int32)[:, None]
+        places = torch.arange(handle.shape_rows, dtype=torch.int32)[:, None]
         dy, dw = tidegate_ops.moe_unpermute_bwd(d, d if y is None else y, places, handle.row_weights)
         dweights = buffer.combine(None, handle, row_values=dw.view(-1))[1] if y is not None else None
         *dspecial, of_special = (
@@ -79,9 +97,10 @@ class _Experts(torch.autograd.Function):
         rows = buffer.expand(handle)
         ones = torch.ones_like(handle.row_weights)
         options = {"weight_axes": weight_axes}
-        y, hidden = tidegate_ops.moe_experts_fwd(
-            rows, handle.row_expert, ones, gate_up, down, round_y=True, save_hidden=trains, **options
-        )
+        with _alone(buffer):
+            y, hidden = tidegate_ops.moe_experts_fwd(
+                rows, handle.row_expert, ones, gate_up, down, round_y=True, save_hidden=trains, **options
+            )
         special = (x if _gives_back_tokens(buffer) else None, *special)
         used = None if special[0] is None else weights  # as in _Combine
         ctx.save_for_backward(rows, gate_up, down, hidden if hidden.dim() == 3 else None, used, *special)
@@ -128,17 +147,20 @@ def dispatch(
     ids: torch.Tensor,
     weights: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    static_shape: bool = False,
 ) -> tuple[torch.Tensor, Handle | NodesHandle]:
     """(rows [A,H] for the local experts, sorted by expert, handle).
 
     x [T,H], ids [T,K] (-1: nobody), weights [T,K] travel along; mask, bool [T] or [T,K]: False stays at home.
+    static_shape: A is the sum of T * min(K, local experts) over all ranks, whatever the ids are. Rows behind those that
+    came (handle.rows) are 0 and have the expert -1; a token may not have more pairs on a rank than that has experts.
     """
     if not _wants_grad(x, weights):
-        handle = buffer.dispatch(x, ids, weights, mask)
+        handle = buffer.dispatch(x, ids, weights, mask, static_shape=static_shape)
         return buffer.expand(handle), handle
     # The node must be there on every rank, so x takes part even where only the weights have a gradient.
     rows, handle = _Dispatch.apply(
-        buffer, x if x.requires_grad else x.detach().requires_grad_(), ids, weights, mask, True
+        buffer, x if x.requires_grad else x.detach().requires_grad_(), ids, weights, mask, static_shape
     )
     handle.weights = weights
     return rows, handle

@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tidegate.ep.agreement import Agreement
 from tidegate.ep.buffer import Buffer, group_of, node_id
-from tidegate.errors import ExpertParallelError
+from tidegate.ep.nodes_checks import check_combine, check_dispatch, check_redispatch, check_static_shape
 
 tidegate_ops = torch.ops.tidegate
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)  # of rows; their numbers travel
-TERMS = ("slots", "bytes of a row", "dtype", "int8", "needs_backward", "gradient of x wanted")  # equal on all ranks
 
 
 def nodes_of(group, node=None):
@@ -32,8 +30,9 @@ def nodes_of(group, node=None):
 class NodesHandle:
     """Where the tokens of this rank went, and the handle of those that came here."""
 
-    def __init__(self, inner, tokens, sent, received, pairs, pair_rank, weights):
-        self.inner, self.tokens, self.weights = inner, tokens, weights
+    def __init__(self, buffer, inner, tokens, sent, received, pairs, pair_rank, weights):
+        self.buffer, self.inner, self.tokens, self.weights = buffer, inner, tokens, weights
+        self.serial = buffer.dispatches  # the same on all ranks
         self.sent = sent  # by rank: the tokens that went there
         self.received = received  # by rank: how many came from there
         self.pairs = pairs  # bool [tokens that came, K]: pairs of experts of this node
@@ -67,7 +66,9 @@ class NodesBuffer:
         self.mode = combine
         self.group = group_of(group)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.experts, self.slots, self.max_tokens = experts, slots, max_tokens
+        self.agreement = Agreement(self.group)
+        self.dispatches = 0  # so far
+        self.experts, self.slots, self.row_bytes, self.max_tokens = experts, slots, row_bytes, max_tokens
         names = nodes_of(self.group, node)
         self.nodes = list(dict.fromkeys(names))  # in the order of their first ranks
         members = [[r for r in range(self.ranks) if names[r] == name] for name in self.nodes]
@@ -90,6 +91,8 @@ class NodesBuffer:
                 self.number_of[mine] = torch.arange(begin[-1], begin[-1] + count, dtype=torch.int32)
                 begin.append(begin[-1] + count)
             local_begin.append(begin)
+        own = (self.node_of == self.node).nonzero()[:, 0]  # in the order of their numbers
+        self.node_experts = own if len(own) else torch.tensor([0])  # a buffer has at least one
         groups = [dist.new_group([dist.get_global_rank(self.group, r) for r in ranks]) for ranks in members]
         most = max(len(ranks) for ranks in members) * -(-max_tokens // len(members[self.node]))  # from one node
         self.local = Buffer(
@@ -118,81 +121,24 @@ class NodesBuffer:
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
         return out
 
-    def _counts(self, sent, terms):
-        """How many tokens come from each rank. With them travels what decides how everything after them is read, and
-        what backward exchanges: a rank that says something else would be misread, or waited for."""
-        mine = torch.tensor([[count, *terms] for count in sent])
-        theirs = torch.empty_like(mine)
-        dist.all_to_all_single(theirs, mine, group=self.group)
-        if (theirs[:, 0] < 0).any():
-            rank, text = next((rank, text) for rank, text in enumerate(self._texts(None)) if text is not None)
-            raise ExpertParallelError(f"ep_dispatch: rank {rank} failed: {text}")
-        for rank, numbers in enumerate(theirs.tolist()):
-            for name, a, b in zip(TERMS, mine[0, 1:].tolist(), numbers[1:], strict=True):
-                if a != b:
-                    a, b = (DTYPES[a], DTYPES[b]) if name == "dtype" else (a, b)
-                    raise ExpertParallelError(
-                        f"ep_dispatch: rank {self.rank} and rank {rank} disagree: {name} is {a} on rank {self.rank} "
-                        f"and {b} on rank {rank}"
-                    )
-        return theirs[:, 0].tolist()
-
-    def _texts(self, text):
-        """What failed on each rank, or None. Collective."""
-        texts = [None] * self.ranks
-        dist.all_gather_object(texts, text, group=self.group)
-        return texts
-
-    def _tell(self, error):
-        """Instead of _counts: a rank whose arguments are wrong says so, rather than let the others wait."""
-        mine = torch.full((self.ranks, 1 + len(TERMS)), -1)
-        dist.all_to_all_single(torch.empty_like(mine), mine, group=self.group)
-        self._texts(str(error).split("\n", 1)[0])
-
-    def _check(self, x, ids, weights, mask, int8):
-        """As Buffer does it, before anything travels."""
-        floats = DTYPES[: 3 if int8 else 4]
-        if x.dim() != 2:
-            raise ValueError(f"ep_dispatch: x: expected 2 dimensions, got {x.dim()}")
-        if x.dtype not in floats:
-            raise TypeError(f"ep_dispatch: x: expected dtype in {floats}, got dtype {x.dtype}")
-        if len(x) > self.max_tokens:
-            raise ValueError(
-                f"ep_dispatch: x: expected at most {self.max_tokens} tokens (max_tokens of the buffer), got {len(x)}"
-            )
-        if ids.dim() != 2 or len(ids) != len(x):
-            raise ValueError(f"ep_dispatch: ids: expected shape [{len(x)}, slots], got {list(ids.shape)}")
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"ep_dispatch: ids: expected dtype int32 or int64, got dtype {ids.dtype}")
-        if not 1 <= ids.shape[1] <= self.slots:
-            raise ValueError(
-                f"ep_dispatch: ids: expected 1 to {self.slots} slots (slots of the buffer), got {ids.shape[1]}"
-            )
-        if weights is not None and weights.shape != ids.shape:
-            raise ValueError(f"ep_dispatch: weights: expected shape {list(ids.shape)}, got {list(weights.shape)}")
-        if mask is not None and mask.dtype != torch.bool:
-            raise TypeError(f"ep_dispatch: mask: expected dtype bool, got dtype {mask.dtype}")
-        if mask is not None and mask.shape not in (ids.shape[:1], ids.shape):
-            raise ValueError(
-                f"ep_dispatch: mask: expected shape {list(ids.shape[:1])} or {list(ids.shape)}, got {list(mask.shape)}"
-            )
-
-    def _prepare(self, x, ids, weights, mask, int8):
+    def _prepare(self, x, ids, weights, mask, int8, smooth_scale, static_shape):
         """Everything before the first exchange: (x as it travels, pair_rank, by rank: tokens, what goes with them)."""
-        self._check(x, ids, weights, mask, int8)
+        check_dispatch(self, x, ids, weights, mask, int8, smooth_scale)
         if mask is not None:
             ids = ids.masked_fill(~(mask if mask.dim() == 2 else mask[:, None]), -1)
         if ids.numel() and (ids.min() < -1 or ids.max() >= self.experts):
             raise ValueError(
                 f"ep_dispatch: ids: expected -1 or 0..{self.experts - 1}, got {int(ids.min())} to {int(ids.max())}"
             )
+        if static_shape:
+            check_static_shape(self, ids)
         known = ids.clamp(min=0).long()
         numbers = self.number_of[known]
         turn = torch.arange(x.shape[0])
         partner = torch.stack([torch.tensor(ranks)[turn % len(ranks)] for ranks in self.partners], 1)
         pair_rank = torch.where(ids < 0, -1, partner.gather(1, self.node_of[known].long()))
         w = torch.ones(ids.shape) if weights is None else weights.detach().float()
-        x, scale = tidegate_ops.quantize(x) if int8 else (x, torch.ones(x.shape[0]))
+        x, scale = tidegate_ops.quantize(x) if int8 and smooth_scale is None else (x, torch.ones(x.shape[0]))
         w = torch.cat([w, scale[:, None]], 1).view(torch.int32)
         sent, lists = [], []
         for r in range(self.ranks):
@@ -215,17 +161,29 @@ class NodesBuffer:
         mask: torch.Tensor | None = None,
         int8: bool = False,
         needs_backward: bool = False,
+        smooth_scale: torch.Tensor | None = None,
+        static_shape: bool = False,
     ) -> NodesHandle:
         """As Buffer.dispatch, between nodes too."""
-        dx_wanted = needs_backward and x.requires_grad
-        try:
-            x, pair_rank, sent, lists = self._prepare(x, ids, weights, mask, int8)
-        except Exception as error:
-            self._tell(error)
-            raise
+        with self.agreement.checking():
+            dx_wanted = needs_backward and x.requires_grad
+            x, pair_rank, sent, lists = self._prepare(x, ids, weights, mask, int8, smooth_scale, static_shape)
         counts = [len(t) for t in sent]
-        terms = (ids.shape[1], x.shape[1] * x.element_size(), DTYPES.index(x.dtype), int8, needs_backward, dx_wanted)
-        received = self._counts(counts, terms)
+        received, tokens = self.agreement.compare(
+            "ep_dispatch",
+            counts,
+            len(x),
+            operator="dispatch",
+            slots=ids.shape[1],
+            row_bytes=x.shape[1] * x.element_size(),
+            dtype=x.dtype,
+            int8=int8,
+            smooth_scale=smooth_scale is not None,
+            static_shape=static_shape,
+            needs_backward=needs_backward,
+            dx_wanted=dx_wanted,
+        )
+        self.dispatches += 1
         slots = [ids.shape[1], ids.shape[1], 1]
         numbers, w, scale = (
             part.contiguous() for part in self._all_to_all(torch.cat(lists), counts, received).split(slots, 1)
@@ -237,9 +195,12 @@ class NodesBuffer:
             w.view(torch.float32),
             int8=int8,
             needs_backward=needs_backward,
-            x_scale=scale.view(torch.float32)[:, 0] if int8 else None,
+            x_scale=scale.view(torch.float32)[:, 0] if x.dtype == torch.int8 else None,
+            smooth_scale=None if smooth_scale is None else smooth_scale[self.node_experts],
+            static_shape=static_shape,
+            static_tokens=sum(tokens),
         )
-        return NodesHandle(inner, x.shape[0], sent, received, numbers >= 0, pair_rank, weights)
+        return NodesHandle(self, inner, x.shape[0], sent, received, numbers >= 0, pair_rank, weights)
 
     def expand(
         self, handle: NodesHandle, out: torch.Tensor | None = None
@@ -249,6 +210,11 @@ class NodesBuffer:
 
     def redispatch(self, x: torch.Tensor, handle: NodesHandle) -> torch.Tensor:
         """Other rows along the way of a handle, as Buffer.redispatch."""
+        with self.agreement.checking():
+            check_redispatch(self, x, handle)
+        row_bytes = x.shape[1] * x.element_size()
+        terms = dict(operator="redispatch", handle=handle.serial, row_bytes=row_bytes, dtype=x.dtype)
+        self.agreement.compare("ep_dispatch", **terms)
         return self.local.redispatch(self._forward(x, handle.sent, handle.received), handle.inner)
 
     def _values(self, row_values, handle):
@@ -302,8 +268,17 @@ class NodesBuffer:
         needs_backward: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [T,H], pair_values [T,K]), as Buffer.combine; in fast mode weights are those given to dispatch."""
-        if weights is not None and self.mode == "fast":
-            raise ValueError("ep_combine: weights: expected none in fast mode, got a tensor; give them to dispatch")
+        with self.agreement.checking():
+            check_combine(self, y, handle, weighted, weights, shared_x, row_values)
+        self.agreement.compare(
+            "ep_combine",
+            operator="combine",
+            handle=handle.serial,
+            row_bytes=0 if y is None else y.shape[1] * y.element_size(),
+            dtype=None if y is None else y.dtype,
+            needs_backward=needs_backward,
+            row_values=row_values is not None,
+        )
         out = torch.empty(0)
         if y is not None:
             used = (handle.weights if weights is None else weights) if weighted else None
