@@ -121,6 +121,18 @@ def test_never_a_leak(layer_types, mask, use_cache):
             assert tiny_models.relative(got, want) <= 1e-5, form
 
 
+@torch.no_grad()
+def test_padded_prompts_with_a_static_cache(model):
+    """generate() makes masks of four dimensions for it; positions of padding in them are no restarts."""
+    ids = tiny_models.tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    options = dict(attention_mask=mask, max_new_tokens=6, do_sample=False)
+    want = model.generate(ids, **options)
+    got = model.generate(ids, **options, cache_implementation="static", disable_compile=True)
+    assert torch.equal(got, want)
+
+
 def test_false_is_one_sequence(model):
     ids, batch = batch_of((24, 40))
     got = tiny_models.logits(model, ids, position_ids=batch["position_ids"], padding_free=False, use_cache=False)

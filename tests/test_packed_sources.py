@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -91,6 +92,19 @@ def test_unset_means_packed_only_with_metadata():
     assert prepared(cu_seq_lens_q=[0, T], position_ids=jump)["cu_seq_lens_q"].tolist() == [0] + [T] * T
 
 
+class Cache(NamedTuple):
+    """As many tokens as a cache holds."""
+
+    length: int
+
+    def get_seq_length(self):
+        return torch.tensor(self.length)
+
+
+SAMPLE = METADATA["seq_idx"][0]
+BLOCKS = torch.ones(T, T).tril().bool()[None, None] & (SAMPLE[:, None] == SAMPLE)  # which tokens meet in a pack
+
+
 @pytest.mark.parametrize("name", POSITIONS)
 def test_restarts_beside_other_masks(name):
     """Padding around a pack, or between its samples, and masks that say which tokens meet, hide no restart."""
@@ -98,17 +112,77 @@ def test_restarts_beside_other_masks(name):
     square = torch.ones(1, 1, T, T, dtype=torch.bool)
     for mask in (*(edited(ones, i, 0) for i in (0, 23, 63)), ones.bool(), square, {"full_attention": square}):
         assert error(position_ids=POSITIONS[name], attention_mask=mask).startswith(text)
-    assert "cu_seq_lens_q" not in prepared(position_ids=POSITIONS[name], attention_mask=square, past_key_values=())
+    empty, full = Cache(0), Cache(9)
+    for mask in (square, {"full_attention": square}, BLOCKS, {"full_attention": BLOCKS, "linear_attention": ones}):
+        assert error(position_ids=POSITIONS[name], attention_mask=mask, past_key_values=empty).startswith(text)
+    assert "cu_seq_lens_q" not in prepared(position_ids=POSITIONS[name], attention_mask=square, past_key_values=full)
     assert prepared(False, position_ids=POSITIONS[name], attention_mask=square)["attention_mask"] is square
 
 
 def test_any_way_back_is_a_restart():
     positions = torch.cat([torch.arange(5, 29), torch.arange(40)])[None]
-    for given in (positions, positions[0], torch.cat([positions[None], TEXT.expand(3, 1, T)])):
+    rows = positions.expand(3, 1, T)
+    for given in (positions, positions[0], rows, rows + 1, torch.cat([positions[None], TEXT.expand(3, 1, T)])):
         assert error(position_ids=given).startswith("position_ids restart at token 24 but")
-    images = torch.cat([torch.arange(T).expand(1, 1, T), positions.expand(3, 1, T)])  # the text runs on
-    for given in (images, positions.expand(3, 1, T) + 1, torch.arange(100, 100 + T)[None]):
+    images = torch.cat([torch.arange(T).expand(1, 1, T), rows])  # the text runs on
+    for given in (images, torch.arange(100, 100 + T)[None]):
         assert torch.equal(prepared(position_ids=given)["position_ids"], given)
+
+
+def mrope(*parts, start=0):
+    """Positions [3,1,T] as Qwen3.5's get_rope_index makes them: a number is text, a pair an image of that many rows."""
+    rows = []
+    for part in parts:
+        if isinstance(part, int):
+            rows.append(torch.arange(part).expand(3, part) + start)
+            start += part
+        else:
+            h, w = part
+            rows.append(torch.cartesian_prod(torch.arange(1), torch.arange(h), torch.arange(w)).T + start)
+            start += max(h, w)
+    return torch.cat(rows, 1)[:, None]
+
+
+IMAGES = {
+    "inside": (5, (3, 4), 7, (2, 2), (1, 1), 2),
+    "first": ((4, 3), 6),
+    "last": (6, (2, 5)),
+    "alone": ((3, 3),),
+    "one patch": ((1, 1),),
+    "text": (9,),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_go_back_and_forth_inside_a_sample(name):
+    for start in (0, 4):
+        rows = mrope(*IMAGES[name], start=start)
+        tokens = rows.shape[-1]
+        assert torch.equal(prepared(tokens=tokens, position_ids=rows)["position_ids"], rows)
+        mask = torch.ones(1, tokens + 3, dtype=torch.long)
+        mask[:, :2] = mask[:, -1] = 0
+        for pad in (0, 1):
+            padded = torch.nn.functional.pad(rows, (2, 1), value=pad)
+            got = prepared(tokens=tokens + 3, position_ids=padded, attention_mask=mask)
+            assert torch.equal(got["position_ids"], padded)
+
+
+@pytest.mark.parametrize("one, other", list(itertools.product(IMAGES, IMAGES)))
+def test_packs_of_images_are_right_or_refused(one, other):
+    """Samples that begin at 0, and at another number, which nothing but cu_seq_lens can take for a beginning."""
+    for start in (0, 4):
+        rows = [mrope(*IMAGES[name], start=start) for name in (one, other)]
+        cut, pack = rows[0].shape[-1], torch.cat(rows, -1)
+        tokens = pack.shape[-1]
+        assert error(tokens=tokens, position_ids=pack).startswith(f"position_ids restart at token {cut} but")
+        cu = prepared(tokens=tokens, position_ids=pack, cu_seq_lens_q=[0, cut, tokens])["cu_seq_lens_q"]
+        assert cu.tolist() == [0, cut] + [tokens] * (tokens - 1)
+        assert "disagree" in error(tokens=tokens, position_ids=pack, cu_seq_lens_q=[0, tokens])
+        if start == 0:
+            assert torch.equal(prepared(True, tokens=tokens, position_ids=pack)["cu_seq_lens_q"], cu)
+        else:
+            text = f"position_ids[:,0,{cut}]=[4, 4, 4] after "
+            assert error(True, tokens=tokens, position_ids=pack).startswith(text)
 
 
 @pytest.mark.parametrize("pad", [0, 1])
@@ -121,6 +195,25 @@ def test_positions_of_padding_mean_nothing(pad):
         for rows in (positions, positions.expand(3, 3, 8)):
             got = prepared(None, 3, 8, position_ids=rows, attention_mask=given)
             assert torch.equal(got["position_ids"], rows)
+
+
+@pytest.mark.parametrize("spare", [0, 4], ids=["keys", "spare keys"])
+@pytest.mark.parametrize("unseeing", [False, True], ids=["blank", "all"])
+def test_padding_in_masks_beside_an_empty_cache(spare, unseeing):
+    """As generate() makes them: the queries of padding see nothing, or everything in some releases."""
+    flat = torch.ones(3, 8, dtype=torch.long)
+    flat[0, :3] = flat[1, 6:] = 0
+    sees = torch.ones(8, 8).tril().bool() & (flat != 0)[:, None, None]
+    sees = torch.nn.functional.pad(sees, (0, spare))
+    sees |= unseeing & ~sees.any(-1, keepdim=True)
+    added = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
+    positions = (flat.cumsum(1) - 1).clamp(min=0)
+    packed = positions.clone()
+    packed[2] = torch.arange(8) % 5
+    for mask in (sees, added, {"full_attention": sees, "linear_attention": None}, {"linear_attention": flat}):
+        given = dict(attention_mask=mask, past_key_values=Cache(0))
+        assert torch.equal(prepared(None, 3, 8, position_ids=positions, **given)["position_ids"], positions)
+        assert error(None, 3, 8, position_ids=packed, **given).startswith("position_ids restart at token 5 but")
 
 
 def test_a_mask_with_ids_of_samples():
@@ -205,7 +298,7 @@ def test_wrong_input_names_the_entry(arguments, text):
 
 
 def test_more_than_one_row():
-    text = "packed input needs batch size 1, got 4; flatten the batch, e.g. with DataCollatorWithFlattening"
+    text = "packed input needs batch size 1, got 4; pack the samples with tidegate.pack"
     assert error(batch=4, **METADATA) == error(True, batch=4, position_ids=TEXT.expand(4, T)) == text
 
 

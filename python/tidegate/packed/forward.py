@@ -46,6 +46,32 @@ def _refuse_cache(use_cache, past_key_values):
         raise PackedInputError(f"packed input cannot fill a cache; call with use_cache=False (got {given})")
 
 
+def _seen(mask):
+    """[B,T] out of a mask [B,1,T,keys] whose first keys are the tokens: those that any query sees. None sees padding.
+
+    A query that sees all keys and is not the last of them does not count: some releases make such rows of padding.
+    """
+    sees = (mask if mask.dtype == torch.bool else mask == 0).any(1)
+    tokens, keys = sees.shape[1:]
+    blank = sees.all(2)
+    blank[:, keys - 1 :] = False
+    return (sees & ~blank[..., None]).any(1)[:, :tokens]
+
+
+def _real(mask, past, tokens):
+    """(whether a mask says which tokens are padding, [B,T] of real tokens or None: all are)."""
+    each = list(mask.values()) if isinstance(mask, dict) else [mask]
+    masks = {m.dim(): m for m in each if isinstance(m, torch.Tensor) and m.shape[-1] >= tokens}
+    if mask is None or 2 in masks:
+        return True, masks.get(2)
+    if past is None:
+        return True, None
+    # With a cache they are those of generate(), which may pad. Only in the first call the keys are known to be tokens.
+    if 4 not in masks or torch.compiler.is_compiling() or not hasattr(past, "get_seq_length"):
+        return False, None
+    return (True, _seen(masks[4])) if int(past.get_seq_length()) == 0 else (False, None)
+
+
 def prepare(padding_free, why_not, arguments, batch, tokens):
     """The keyword arguments of a text model's forward with the packed ones checked and complete, or checked to be none.
 
@@ -67,11 +93,10 @@ def prepare(padding_free, why_not, arguments, batch, tokens):
         return arguments
     if not padding_free and not named:
         flat = isinstance(mask, torch.Tensor) and mask.dim() == 2
-        # Other masks do not say which tokens are padding; with a cache they are those of generate(), which may pad.
-        looks = tokens > 1 and (mask is None or flat or arguments.get("past_key_values") is None)
-        if positions is not None and looks:
-            arguments["position_ids"] = unpacked_positions(positions, mask if flat else None)
-        elif flat and looks:
+        known, real = _real(mask, arguments.get("past_key_values"), tokens) if tokens > 1 else (False, None)
+        if positions is not None and known:
+            arguments["position_ids"] = unpacked_positions(positions, real)
+        elif flat and known:
             arguments["attention_mask"] = padding_mask(mask)
         return arguments
     if not named and positions is None:
@@ -82,9 +107,7 @@ def prepare(padding_free, why_not, arguments, batch, tokens):
     if refusal:
         raise PackedInputError(f"this model cannot run packed input: {refusal}")
     if batch != 1:
-        raise PackedInputError(
-            f"packed input needs batch size 1, got {batch}; flatten the batch, e.g. with DataCollatorWithFlattening"
-        )
+        raise PackedInputError(f"packed input needs batch size 1, got {batch}; pack the samples with tidegate.pack")
     _refuse_cache(arguments.get("use_cache"), arguments.get("past_key_values"))
     if mask is not None and (isinstance(mask, dict) or mask.dim() != 2):
         raise PackedInputError(

@@ -39,12 +39,15 @@ def _native(name, argument, tensor, tokens):
         raise PackedInputError(_reworded(str(error), name)) from None
 
 
+def _of_images(position_ids):
+    """Whether they are the rows time, height and width alone, without one for the text."""
+    return position_ids.dim() == 3 and position_ids.shape[0] == 3
+
+
 def starts_of(position_ids):
     """Where positions restart, as bool [B,T]; jumps that are no restart do not count. The first token is no restart."""
-    if position_ids.dim() == 3 and position_ids.shape[0] == 3:
-        starts = (position_ids == 0).all(0)
-        starts[:, :1] = False
-        return starts
+    if _of_images(position_ids):
+        return _restarts(position_ids, None)
     row = position_ids[0] if position_ids.dim() == 3 else position_ids
     starts = torch.zeros_like(row, dtype=torch.bool)
     starts[:, 1:] = (row[:, 1:] != row[:, :-1] + 1) & (row[:, 1:] == row[:, :1])
@@ -62,7 +65,16 @@ def _padded(starts, tokens):
 
 def _from_positions(position_ids, tokens, strict):
     if strict:
-        return _native("position_ids", "position_ids", position_ids, tokens)
+        cu = _native("position_ids", "position_ids", position_ids, tokens)
+        if _of_images(position_ids):  # the operator looks for zeros only
+            others = (starts_of(position_ids) & (position_ids != 0).any(0)).nonzero()
+            if len(others):
+                at = int(others[0, 1])
+                before, here = (position_ids[:, 0, t].tolist() for t in (at - 1, at))
+                raise PackedInputError(
+                    f"position_ids[:,0,{at}]={here} after {before}, expected [0, 0, 0] (new sequence) or no way back"
+                )
+        return cu
     if position_ids.shape[-1] != tokens:
         raise PackedInputError(f"position_ids: expected {tokens} tokens, got {position_ids.shape[-1]}")
     return _padded(starts_of(position_ids)[0], tokens)
@@ -152,24 +164,24 @@ def _(cu_seq_lens_q, cu_seq_lens_k, seq_idx, position_ids, attention_mask, *, to
 def _restarts(position_ids, attention_mask):
     """Where positions restart or go back from one real token to the next, as bool [B,T]. Those of padding mean nothing.
 
-    Only three rows without one for the text may go back: they do after an image.
+    Rows without one for the text are those of images: height and width go back and forth there, but time stays or
+    grows from token to token, and no two tokens have the same three numbers.
     """
-    if position_ids.dim() == 3 and position_ids.shape[0] == 3:
-        starts = starts_of(position_ids)
-        if attention_mask is None:
-            return starts
-        real = attention_mask[:, -starts.shape[1] :] != 0
-        return starts & real & (real.cumsum(1) > 1)
-    row = position_ids[0] if position_ids.dim() == 3 else position_ids
-    real = torch.ones_like(row, dtype=torch.bool)
-    if attention_mask is not None:
-        row, real = torch.broadcast_tensors(row, attention_mask[:, -row.shape[1] :] != 0)  # that of a cache is longer
-    token = torch.arange(row.shape[1]).expand_as(row)
+    images = _of_images(position_ids)
+    rows = position_ids if images else position_ids[:1] if position_ids.dim() == 3 else position_ids[None]
+    real = torch.ones_like(rows[0], dtype=torch.bool)
+    if attention_mask is not None:  # that of a cache is longer
+        real = attention_mask[:, -rows.shape[-1] :] != 0
+        batch = torch.broadcast_shapes(rows.shape[1:], real.shape)
+        rows, real = rows.expand(-1, *batch), real.expand(batch)
+    token = torch.arange(rows.shape[-1]).expand_as(real)
     last = torch.where(real, token, -1).cummax(1).values  # the last real token up to each one
-    before = row.gather(1, last[:, :-1].clamp(min=0))
-    first = row.gather(1, real.int().argmax(1, keepdim=True))
-    here, starts = row[:, 1:], torch.zeros_like(real)
-    back = (here < before) | ((here == first) & (here != before + 1))
+    before = rows.gather(2, last[:, :-1].clamp(min=0).expand(len(rows), -1, -1))
+    first = rows.gather(2, real.int().argmax(1, keepdim=True).expand(len(rows), -1, -1))
+    here, starts = rows[:, :, 1:], torch.zeros_like(real)
+    back = (here[0] < before[0]) | ((here == first).all(0) & (here != before + 1).any(0))
+    if images:
+        back |= (here == 0).all(0)
     starts[:, 1:] = back & real[:, 1:] & (last[:, :-1] >= 0)
     return starts
 
