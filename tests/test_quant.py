@@ -202,6 +202,24 @@ def test_a_quantised_model_is_not_saved_as_one_of_transformers(tmp_path, keep):
         assert torch.equal(logits(type(model).from_pretrained(tmp_path / "model")), want)
 
 
+def test_a_model_around_a_quantised_part_is_not_saved(tmp_path):
+    model, other = (tiny_models.build("qwen3_5_moe") for _ in range(2))
+    keys = [list(vars(module)) for module in model.modules()]
+    parts = [tidegate.quantize_experts(layer, keep_original=True) for layer in model.model.layers[1:3]]
+    for one in (model, model.model, copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match="save_pretrained: expected experts that Transformers knows"):
+            one.save_pretrained(tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+    other.save_pretrained(tmp_path / "other")
+    parts[0].undo()
+    with pytest.raises(RuntimeError, match="save_pretrained"):  # the second part is int8 still
+        model.save_pretrained(tmp_path / "model")
+    parts[1].undo()
+    assert [list(vars(module)) for module in model.modules()] == keys
+    model.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
 def test_what_cannot_be_quantised_is_named():
     model = tiny_models.build("qwen3_5_moe")
     tidegate.quantize_experts(model)

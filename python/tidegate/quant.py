@@ -1,6 +1,7 @@
 """int8 experts for inference: weights with a scale a row, tokens with a scale each, sums exact in int32."""
 
 import dataclasses
+import gc
 
 import torch
 from torch import nn
@@ -148,6 +149,17 @@ def _refuse_to_save(*args, **kwargs):
     )
 
 
+def _savers(model, parents):
+    """The modules with a save_pretrained that would write what the parents hold: in the model, and around it."""
+    made = (value for value in gc.get_objects() if nn.Module in type(value).__mro__ and "_modules" in vars(value))
+    for module in {id(module): module for module in (*model.modules(), *made)}.values():
+        # One of PEFT saves its adapters alone. What somebody else put in the place of save_pretrained is left to him.
+        saves = hasattr(type(module), "save_pretrained") and not hasattr(module, "get_base_model")
+        untouched = vars(module).get("save_pretrained", _refuse_to_save) is _refuse_to_save
+        if saves and untouched and any(id(child) in parents for child in module.modules()):
+            yield module
+
+
 @dataclasses.dataclass
 class QuantizedModel:
     """What quantize_experts has replaced."""
@@ -164,7 +176,8 @@ class QuantizedModel:
                 raise RuntimeError(f"quantize_experts: {name}: the original was not kept: use keep_original=True")
             setattr(parent, attribute, original)
         for module in self.unsaved:
-            module.__dict__.pop("save_pretrained", None)
+            if not any(isinstance(child, QuantizedExperts) for child in module.modules()):  # of another call
+                module.__dict__.pop("save_pretrained", None)
         self.modules, self.unsaved = [], []
 
     def __str__(self):
@@ -181,7 +194,8 @@ def quantize_experts(model: nn.Module, *, keep_original: bool = False) -> Quanti
 
     For inference: a call that wants a gradient raises. Router, shared expert, norms and attention stay as they are.
     keep_original=True allows undo() and keeps both copies in memory. print() of the result says what memory it took.
-    save_pretrained raises from then on: no release of Transformers could load the result.
+    save_pretrained raises from then on, also that of a model around this one: no release of Transformers could load
+    the result.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_experts: model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -209,10 +223,7 @@ def quantize_experts(model: nn.Module, *, keep_original: bool = False) -> Quanti
         result.modules.append((parent, attribute, name, child if keep_original else None))
         found[i] = None  # one module's weights at a time are in memory twice
         del child
-    for module in model.modules():
-        # One of PEFT saves its adapters alone. What somebody else put in the place of save_pretrained is left to him.
-        if hasattr(type(module), "save_pretrained") and not hasattr(module, "get_base_model"):
-            if "save_pretrained" not in module.__dict__:
-                module.save_pretrained = _refuse_to_save
-                result.unsaved.append(module)
+    for module in _savers(model, {id(parent) for parent, *_ in result.modules}):
+        module.save_pretrained = _refuse_to_save
+        result.unsaved.append(module)
     return result
