@@ -238,6 +238,24 @@ def test_planted_faults_are_found(fault):
     assert wrong == {"patched vs original: logits", "patched vs original: gradients"}
 
 
+@pytest.mark.parametrize("fault", ["experts swapped", "beta x 2"])
+def test_planted_faults_are_found_in_16_bits(fault):
+    family, pattern, function = FAULTS[fault]
+    model = tiny_models.build(family).bfloat16()
+    plant(model, pattern, function)
+    rows = [row for row in tidegate.check(model, show=False).failed() if row.what == "patched vs original: logits"]
+    assert rows and "from fp32, that of the original" in rows[0].note
+
+
+def test_fp32_decides_where_16_bits_take_another_expert(seeds=4):
+    """Roundings at different places send tokens to different experts, with logits farther apart than the limit."""
+    model = tiny_models.build("qwen3_5_moe").bfloat16()
+    tidegate.patch(model)
+    reports = [tidegate.check(model, seed=seed, show=False) for seed in range(seeds)]
+    assert all(report.ok for report in reports), reports
+    assert any("from fp32, that of the original" in row.note for report in reports for row in report.rows)
+
+
 def test_the_plant_itself_is_no_fault():
     model = tiny_models.build("qwen3_5_moe")
     plant(model, r"experts$", _experts)

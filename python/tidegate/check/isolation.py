@@ -57,11 +57,16 @@ def separate_runs(packed, parameters):
     return torch.cat(logits), torch.cat(inputs), sums
 
 
+def farthest(got, expected):
+    """The largest error among tensors, or lists of them."""
+    return max(run.error_of(g, e) for g, e in zip(got, expected, strict=True))
+
+
 def compare(report, what, got, expected, limit, note=""):
-    """Rows for the logits and gradients of two runs."""
+    """Rows for the logits and gradients of two runs, added to the report, which is returned."""
     report.add(f"{what}: logits", run.error_of(got[0], expected[0]), limit, note=note)
-    error = max(run.error_of(g, e) for g, e in zip(got[1:], expected[1:], strict=True))
-    report.add(f"{what}: gradients", error, run.GRADIENTS * limit)
+    report.add(f"{what}: gradients", farthest(got[1:], expected[1:]), run.GRADIENTS * limit)
+    return report
 
 
 def compare_packed(report, packed, separate, parameters, limit):

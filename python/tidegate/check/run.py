@@ -83,6 +83,13 @@ def gradients_of(model, ids, parameters, **kwargs):
     return logits.detach(), zeros[0][0], zeros[1:]
 
 
+def middle_error_of(got, expected):
+    """The error of the middle one of the tokens [T,V], relative to the rms of all values; inf if it is not a number."""
+    got, expected = got.double(), expected.double()
+    errors = (got - expected).square().mean(-1).sqrt().nan_to_num(float("inf"))
+    return float(errors.median() / expected.square().mean().sqrt())
+
+
 def error_of(got, expected):
     """rms of the difference, relative to that of the expected values. Lists are taken as one long tensor: gradients of
     decays are small differences of large sums, so that some have few right digits in anybody's fp32."""

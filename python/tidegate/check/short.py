@@ -18,7 +18,8 @@ def _kind(layer):
 
 def _first_words(head):
     def forward(x):
-        return linear(x, head.weight[:WORDS], None if head.bias is None else head.bias[:WORDS])
+        weight, bias = (None if p is None else p[:WORDS].to(x.dtype) for p in (head.weight, head.bias))
+        return linear(x, weight, bias)  # a copy of the model in fp32 comes by here too
 
     return forward
 
