@@ -48,7 +48,7 @@ def test_bench_refuses_what_it_cannot_show(run, tmp_path):
 
 
 def test_fuzz_wants_problems_in_its_file(run, tmp_path):
-    """The program draws random ones without any, for half a minute."""
+    """Answered before the program is looked for, which refuses it too (fuzz.empty in tests/fuzz)."""
     lines = tmp_path / "lines.txt"
     for text in ("", "# nothing but a remark\n\n"):
         lines.write_text(text)

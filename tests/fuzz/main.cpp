@@ -106,6 +106,9 @@ std::vector<std::string> read_lines(const std::string& path) {
       lines.push_back(text);
     }
   }
+  if (lines.empty()) {  // random ones would be drawn in their place
+    throw UsageError("--file: " + path + ": expected at least one problem, got none; write one a line, as --list does");
+  }
   return lines;
 }
 

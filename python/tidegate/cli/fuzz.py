@@ -46,7 +46,7 @@ def program() -> Path:
 
 
 def check_file(path: Path) -> None:
-    """Without a problem in the file the program would draw random ones."""
+    """The program refuses such files too; this answers where it is not there, in the command's own form."""
     if not path.is_file():
         raise Failure(f"--file {path}: no such file", "write one problem a line, as --list prints them")
     if not any(line and not line.startswith("#") for line in path.read_text(errors="replace").splitlines()):
