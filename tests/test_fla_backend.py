@@ -75,6 +75,9 @@ GRID = [  # B, T, H, HV, D, scale, gate range, share of closed gates, dtype
     (1, 128, 2, 4, 128, 1.0, 10.0, 0.5, torch.float16),
     (2, 70, 2, 2, 100, 1.0, 0.1, 0.0, torch.bfloat16),
     (1, 64, 2, 8, 64, 0.1, 1.0, 0.0, torch.bfloat16),
+    (2, 75, 2, 2, 64, 1.0, 0.01, 0.0, torch.float16),  # decays of e^-70 a token
+    (2, 70, 2, 2, 64, 0.1, 1.0, 1.0, torch.float16),  # no decay at all
+    (1, 300, 1, 3, 32, 0.1, 10.0, 0.0, torch.float16),  # five chunks
 ]
 
 
@@ -112,35 +115,103 @@ def test_gates_inside_and_v_first():
     assert_close("state", state.detach().mT, want_state.detach(), 1e-5)
 
 
-RECURRENT = [  # H, HV, D, dtype of v and beta, state [V,K], boundaries, gates inside, doubled beta
-    (1, 1, 64, torch.float32, False, None, None, False),
-    (2, 8, 60, torch.float32, True, None, None, True),
-    (2, 4, 128, torch.float16, False, None, "bias", False),
-    (2, 4, 64, torch.float16, True, [0, 15, 15, 60], "plain", True),
+OPTIONS = [  # H, HV, D, norm of q and k, state [V,K], boundaries, gates, beta, dtype: each where the function does it
+    (2, 2, 64, False, False, None, None, None, torch.float16),  # nothing inside
+    (2, 2, 60, False, True, None, None, None, torch.float16),
+    (2, 4, 64, True, False, None, "bias", None, torch.float16),
+    (1, 4, 32, False, False, None, "plain", None, torch.float16),
+    (2, 2, 60, True, False, [0, 15], "bias", None, torch.float16),
+    (2, 2, 64, True, False, [0, 25, 50, 110], "plain", None, torch.float16),
+    (2, 4, 64, False, False, None, None, "sigmoid", torch.float16),
+    (2, 4, 32, True, False, None, None, "doubled", torch.float16),
+    (2, 4, 64, True, True, [0, 7, 7, 70], "bias", "doubled", torch.float32),
+    (1, 3, 64, True, True, None, "bias", "sigmoid", torch.bfloat16),
 ]
 
 
-@pytest.mark.parametrize("H, HV, D, dtype, v_first, cu, gate, doubled", RECURRENT)
-def test_recurrent(H, HV, D, dtype, v_first, cu, gate, doubled):
+@pytest.mark.parametrize("H, HV, D, l2, v_first, cu, gate, beta, dtype", OPTIONS)
+def test_chunk_with_options(H, HV, D, l2, v_first, cu, gate, beta, dtype):
+    """All gradients, those of A_log and dt_bias too. As in FLA's tests only packs start from states that are not 0."""
+    inputs = problem(2 if cu is None else 1, 70 if cu is None else cu[-1], H, HV, D, dtype)
+    inputs[4] = inputs[4].float() if beta is None else torch.randn(inputs[4].shape)  # FLA's tests give it in fp32
+    inputs[5] = torch.randn(inputs[0].shape[0] if cu is None else len(cu) - 1, HV, D, D) * (cu is not None)
+    options = {"use_qk_l2norm_in_kernel": l2, "scale": 0.1, "state_v_first": v_first, "output_final_state": True}
+    if gate is not None:
+        inputs[3] = torch.randn(inputs[3].shape)
+        inputs += [torch.randn(HV), *([torch.randn(HV)] if gate == "bias" else [])]
+    ours, wide = leaves(*inputs), leaves(*(x.detach().double() for x in inputs))
+    if gate is not None:
+        options |= {"use_gate_in_kernel": True, "A_log": ours[6], "dt_bias": ours[7] if gate == "bias" else None}
+    if beta is not None:
+        options |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": beta == "doubled"}
+    options |= {} if cu is None else {"cu_seqlens": torch.tensor(cu)}
+    h0 = ours[5].mT.contiguous() if v_first else ours[5]
+    o, state = chunk_gated_delta_rule(*ours[:5], initial_state=h0, **options)
+    state = state.mT if v_first else state
+    decay, write = wide[3], wide[4]
+    if gate is not None:
+        decay = -wide[6].exp() * F.softplus(decay + wide[7] if gate == "bias" else decay)
+    if beta is not None:
+        write = write.sigmoid() * (2 if beta == "doubled" else 1)
+    want, want_state = reference(*wide[:3], decay, write, wide[5], cu=cu, scale=0.1, l2=l2)
+    do, dstate = torch.randn_like(o), torch.randn_like(state)
+    torch.autograd.backward([o, state], [do, dstate])
+    torch.autograd.backward([want, want_state], [do.double(), dstate.double()])
+    assert o.dtype == dtype and state.dtype == torch.float32
+    limit = LIMITS[dtype] / 10
+    assert_close("o", o.detach(), want.detach(), limit)
+    assert_close("state", state.detach(), want_state.detach(), limit)
+    for name, x, y in zip((*"qkvgbh", "A_log", "dt_bias"), ours, wide, strict=False):
+        assert_close(f"gradient of {name}", x.grad, y.grad, limit)
+
+
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
+def test_the_former_name_of_v_first(name):
+    import fla.ops.gated_delta_rule as rules
+
+    call = getattr(rules, name)
+    q, k, v, g, beta, h0 = (x.detach() for x in problem(2, 9, 2, 4, 16, torch.float32))
+    options = {"g": g, "beta": beta, "initial_state": h0.mT.contiguous(), "output_final_state": True}
+    want = call(q, k, v, **options, state_v_first=True)
+    with pytest.warns(DeprecationWarning, match="state_v_first"):
+        got = call(q, k, v, **options, transpose_state_layout=True)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    with pytest.raises(ValueError, match="transpose_state_layout"):
+        call(q, k, v, **options, state_v_first=True, transpose_state_layout=True)
+
+
+RECURRENT = [  # H, HV, D, scale, gate range, dtype of v and beta, state [V,K], boundaries, gates inside, beta inside
+    (1, 1, 64, 0.1, 1.0, torch.float32, False, None, None, None),
+    (2, 8, 60, 0.1, 1.0, torch.float32, True, None, None, "doubled"),
+    (2, 4, 128, 0.1, 1.0, torch.float16, False, None, "bias", None),
+    (2, 4, 64, 0.1, 1.0, torch.float16, True, [0, 15, 15, 60], "plain", "doubled"),
+    (2, 8, 64, 1.0, 0.1, torch.float32, False, None, None, None),
+    (3, 3, 64, 1.0, 10.0, torch.float16, False, None, None, "sigmoid"),
+    (2, 2, 64, 0.1, 1.0, torch.float16, False, [0, 15, 60], "bias", None),
+]
+
+
+@pytest.mark.parametrize("H, HV, D, scale, gate_range, dtype, v_first, cu, gate, inside", RECURRENT)
+def test_recurrent(H, HV, D, scale, gate_range, dtype, v_first, cu, gate, inside):
     """q and k in fp32 whatever v is, as FLA's tests call it; o has the type of v."""
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
-    q, k, v, g, beta, h0 = (x.detach() for x in problem(2 if cu is None else 1, 60, H, HV, D, dtype))
+    q, k, v, g, beta, h0 = (x.detach() for x in problem(2 if cu is None else 1, 60, H, HV, D, dtype, gate_range))
     q, k, h0 = q.float(), k.float(), h0 if cu is None else torch.randn(len(cu) - 1, HV, D, D)
-    options, decay, write = {"use_qk_l2norm_in_kernel": True, "scale": 0.1, "state_v_first": v_first}, g, beta
+    options, decay, write = {"use_qk_l2norm_in_kernel": True, "scale": scale, "state_v_first": v_first}, g, beta
     if gate is not None:
         A_log, dt_bias = torch.rand(HV), torch.randn(HV) if gate == "bias" else None
         decay = -A_log.exp() * F.softplus(g if dt_bias is None else g + dt_bias)
         options |= {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias}
-    if doubled:
-        write = 2 * beta.float().sigmoid()
-        options |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+    if inside is not None:
+        write = beta.float().sigmoid() * (2 if inside == "doubled" else 1)
+        options |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": inside == "doubled"}
     options |= {} if cu is None else {"cu_seqlens": torch.tensor(cu)}
     given = h0.mT.contiguous() if v_first else h0
     o, state = fused_recurrent_gated_delta_rule(
         q, k, v, g=g, beta=beta, initial_state=given, output_final_state=True, **options
     )
-    want, want_state = reference(q, k, v, decay, write, h0, cu=cu, scale=0.1, l2=True)
+    want, want_state = reference(q, k, v, decay, write, h0, cu=cu, scale=scale, l2=True)
     assert o.dtype == dtype and state.dtype == torch.float32
     assert_close("o", o, want, LIMITS[dtype] / 10)
     assert_close("state", state.mT if v_first else state, want_state, LIMITS[dtype] / 10)
@@ -157,16 +228,6 @@ def test_chunk_in_narrow_types_and_inference_mode():
         got = chunk_gated_delta_rule(*inputs[:5], **call)
     want = chunk_gated_delta_rule(*inputs[:5], **call)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-
-
-def test_chunk_with_doubled_beta():
-    q, k, v, g, b, h0 = problem(2, 70, 2, 4, 64, torch.float16)
-    options = {"use_qk_l2norm_in_kernel": True, "scale": 0.1}
-    got = chunk_gated_delta_rule(
-        q, k, v, g, b, initial_state=h0, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, **options
-    )[0]
-    want = reference(q, k, v, g, 2 * b.double().sigmoid(), h0, scale=0.1, l2=True)[0]
-    assert_close("o", got.detach(), want.detach(), LIMITS[torch.float16] / 10)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -37,7 +37,8 @@ def _said(row):
 def agree(link, error, facts):
     """One exchange of fixed size. Raises the same SequenceParallelError on all ranks if any rank has an error, or if
     their facts (a number for some of FACTS) differ. Returns whether any rank has the fact ANY."""
-    said = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_TEXT]
+    kind = "" if isinstance(error, SequenceParallelError) else f"{type(error).__name__}: "
+    said = b"" if error is None else f"{kind}{error}".encode()[:_TEXT]
     head = torch.tensor([len(said), *(facts.get(name, 0) for name in FACTS)])
     text = torch.tensor([*said, *bytes(_TEXT - len(said))], dtype=torch.uint8)
     found = link.all_gather(torch.cat([head.view(torch.uint8), text]), "agree")
