@@ -1,13 +1,16 @@
 """The command `tidegate`: help, errors that say what to do, exit codes, and the programs on tiny models."""
 
 import json
+import os
+import pathlib
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from tidegate import cli
+from tidegate import _interrupt, cli
 from tidegate.cli import memory
 
 transformers = pytest.importorskip("transformers")
@@ -39,9 +42,38 @@ def test_help_does_not_wait_for_torch():
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.parametrize("how", ["-m", "script"])
+def test_interrupted_while_torch_is_imported(tmp_path, how):
+    """One line and exit code 130, as later on. The torch here says when it is imported, and takes its time."""
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    script = tmp_path / "tidegate"
+    script.write_text("import sys\nfrom tidegate.cli import main\nsys.exit(main())\n")  # as pip installs it
+    package = pathlib.Path(cli.__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(package)])}
+    command = [sys.executable, *(["-m", "tidegate"] if how == "-m" else [str(script)]), "report"]
+    process = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate()[1] == "tidegate: interrupted\n" and process.returncode == 130
+
+
+def test_ctrl_c_of_other_programs_is_theirs(tmp_path):
+    code = "import signal, tidegate; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+    signal.signal(signal.SIGINT, _interrupt._end)
+    try:
+        assert cli.main(["--version"]) == 0
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # the command has it again
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_report(run, folder):
     code, out, _ = run("report")
     assert code == 0 and "isa in use" in out and "qwen3_5_moe" in out
+    code, out, _ = run("report", "qwen3_5")
+    assert code == 0 and "tried on a tiny random model" in out and " err " in out
     code, out, _ = run("report", folder, "--json")
     document = json.loads(out)
     assert code == 0 and document["torch"] == torch.__version__
@@ -67,6 +99,12 @@ def test_a_missing_folder(run, name, tmp_path):
     more = {"check": [], "generate": ["--prompt", "a"], "train": ["--data", "x.jsonl"]}[name]
     code, _, err = run(name, tmp_path / "nothing", *more)
     assert code == 2 and "no such folder" in err and "hf download" in err
+    (tmp_path / "file").write_text("")
+    code, _, err = run(name, tmp_path / "file", *more)
+    assert code == 2 and "expected a folder, got a file" in err
+    if name != "check":
+        code, _, err = run(name, "qwen3_5", *more)
+        assert code == 2 and "names of families are for report and check" in err
     (tmp_path / "empty").mkdir()
     code, _, err = run(name, tmp_path / "empty", *more)
     assert code == 2 and "no config.json" in err
@@ -156,6 +194,7 @@ def test_train_refuses_bad_data(run, folder, tmp_path):
     code, _, err = run(*arguments, "--packed", "--unpatched")
     assert code == 2 and "see each other" in err
     for line, text in {
+        "[1, 2]": 'expected an object like {"text": ...}, got a list',
         '{"text": 5}': "text: expected a string",
         '{"input_ids": [1, 2, 3], "labels": [1, 2]}': "labels: expected 3 numbers",
         '{"input_ids": [1, 2.5]}': "input_ids: expected a list of integers",

@@ -61,7 +61,7 @@ def test_environment_chooses_the_instruction_set():
 WRONG_ISA = """
 import tidegate, torch
 print(tidegate.report()["isa in use"])
-for call in (tidegate.isa, lambda: tidegate.ops.l2norm_fwd(torch.ones(4))):
+for call in (tidegate.isa, lambda: tidegate.ops.l2norm_fwd(torch.ones(4)), lambda: tidegate.patch(torch.nn.ReLU())):
     try:
         call()
     except ValueError as error:
@@ -73,7 +73,7 @@ def test_environment_with_a_wrong_instruction_set():
     available = tidegate.report()["isa available"]
     for name in ["avx9", *[isa for isa in ISAS if isa not in available.split(", ")][:1]]:
         report, *errors = python(WRONG_ISA, TIDEGATE_ISA=name).splitlines()
-        assert len(errors) == 2
+        assert len(errors) == 3
         for text in (report.removeprefix("none: "), *errors):
             assert text.startswith(f"TIDEGATE_ISA: expected one of {available}") and text.endswith(f", got {name}")
 

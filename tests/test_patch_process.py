@@ -30,6 +30,7 @@ def test_models_before_and_after(family, monkeypatch):
     before = tiny.build(family)
     with tidegate.patch() as handle:
         assert handle.installed and handle is tidegate.patch() and "H:globals" in str(handle.report())
+        assert "H:globals" in str(tidegate.report())
         with pytest.raises(PatchConflictError):
             tidegate.patch(options={"gdn_conv": False})
         for model in (before, tiny.build(family)):
@@ -38,7 +39,7 @@ def test_models_before_and_after(family, monkeypatch):
     calls.clear()
     after = stock(family)
     tiny.logits(after, ids)
-    assert calls == [] and not handle.installed
+    assert calls == [] and not handle.installed and "patch()" not in tidegate.report()
 
 
 def forms_of(batch):

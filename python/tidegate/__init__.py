@@ -2,6 +2,7 @@
 
 import importlib
 
+from tidegate import _interrupt  # noqa: F401
 from tidegate._native import __version__, isa, ops, set_isa
 from tidegate.check import check, check_isolation
 from tidegate.decode import gdn_packed_decode

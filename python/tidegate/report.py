@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import sys
 
 import torch
 
@@ -48,6 +49,13 @@ def report(model: torch.nn.Module | None = None) -> Report | PatchReport:
         except _native.NATIVE_ERRORS as error:  # TIDEGATE_ISA holds a name that this CPU does not have
             facts["isa in use"] = f"none: {str(error).splitlines()[0]}"
     facts["threads"] = f"{torch.get_num_threads()} (torch's pool)"
+    # Without that module there is no patch of the process; importing it takes a second (torch._dynamo).
+    process = sys.modules.get("tidegate.patch.process")
+    if process and (handle := process.process_handle()):
+        places = handle.report()
+        facts["patch()"] = f"installed in {len(places.only(status='installed'))} of {len(places)} places of the process"
+        for row in places:
+            facts[f"  {row.path} {row.op}"] = " ".join(cell for cell in row[2:] if cell)
     facts["torch"] = torch.__version__
     facts["python"] = platform.python_version()
     for name in PACKAGES:

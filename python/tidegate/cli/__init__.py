@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 
+from tidegate import _interrupt
 from tidegate.cli import bench, check, fuzz, generate, report, train
 from tidegate.cli.command import EXIT_CODES, INTERRUPTED, MISSING, USAGE, Failure
 from tidegate.errors import OptionError, PackedInputError
@@ -45,6 +46,7 @@ def main(arguments=None):
     top = parser()
     options = top.parse_args(arguments)
     try:
+        _interrupt.give_back()
         if options.version:
             from tidegate import __version__
 

@@ -39,8 +39,14 @@ def folder_of(name: str, or_family=False) -> Path:
     folder = Path(name).expanduser()
     if not folder.exists():
         other = f", or name a family: {known()}" if or_family else ""
+        if not or_family and name in families():
+            other = " (names of families are for report and check)"
         raise Failure(
             f"{name}: no such folder", f"download one (hf download OWNER/MODEL --local-dir {folder.name}){other}"
+        )
+    if not folder.is_dir():
+        raise Failure(
+            f"{name}: expected a folder, got a file", "name the folder that holds config.json and the weights"
         )
     if not (folder / "config.json").is_file():
         adapter = (folder / "adapter_config.json").is_file()

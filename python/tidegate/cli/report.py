@@ -69,5 +69,12 @@ def run(options):
     else:
         print(found)
         if rows is not None:
-            print(f"\nwhat tidegate.patch takes in {options.model}, without its weights and so not compared:\n{rows}")
+            from tidegate.cli import models
+
+            how = (
+                "tried on a tiny random model"
+                if options.model in models.families()
+                else "without its weights and so not compared"
+            )
+            print(f"\nwhat tidegate.patch takes in {options.model}, {how}:\n{rows}")
     return 0

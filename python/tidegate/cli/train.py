@@ -85,6 +85,8 @@ def read_samples(path: Path, tokens, length: int):
             continue
         try:
             entry = json.loads(line)
+            if not isinstance(entry, dict):
+                raise TypeError(f'expected an object like {{"text": ...}}, got a {type(entry).__name__}')
             labels = None
             if "input_ids" in entry:
                 ids, labels = integers(entry["input_ids"], "input_ids"), entry.get("labels")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tidegate._native import require
+from tidegate._native import isa
 from tidegate.errors import NothingPatchedError, OptionError, PatchConflictError, PatchError, SelfTestError
 from tidegate.options import PatchOptions, nearest, resolve
 from tidegate.patch import hub_kernels
@@ -48,7 +48,7 @@ def _names(ops):
     wanted = set()
     for name in given:
         if name not in OPS and name not in GROUPS:
-            known = [*OPS, *GROUPS]
+            known = list(dict.fromkeys([*OPS, *GROUPS]))
             raise OptionError(f"unknown op {name!r}{nearest(str(name), known)}; known: all, {', '.join(known)}")
         wanted |= set(GROUPS.get(name, (name,)))
     if not wanted:
@@ -184,7 +184,7 @@ def patch(
     scope = "process" if model is None else scope
     settings = Settings(names, options, scope, "install" if options.check else "off")
     if options.enabled:
-        require()
+        isa()  # raises if there is no library, or if TIDEGATE_ISA names what the CPU lacks
     if scope == "process":
         from tidegate.patch.process import patch_process
 

@@ -21,7 +21,7 @@ class Settings(NamedTuple):
     def differences(self, other):
         """One line for every setting that installs something else, as "name: here -> there". Strictness does not."""
         lines = [
-            f"{name}: {getattr(self, name)!r} -> {getattr(other, name)!r}"
+            f"{name}: {getattr(self, name) or 'all'!r} -> {getattr(other, name) or 'all'!r}"
             for name in ("ops", "scope", "check")
             if getattr(self, name) != getattr(other, name)
         ]
