@@ -51,7 +51,9 @@ def test_interrupted_while_torch_is_imported(tmp_path, how):
     package = pathlib.Path(cli.__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(package)])}
     command = [sys.executable, *(["-m", "tidegate"] if how == "-m" else [str(script)]), "report"]
-    process = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
     assert process.communicate()[1] == "tidegate: interrupted\n" and process.returncode == 130
