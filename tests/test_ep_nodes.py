@@ -119,8 +119,6 @@ def test_layer_over_nodes(nodes, counts, dtype, mode, tmp_path):
 
 
 def wrong(rank, ranks):
-    with pytest.raises(ValueError, match="combine: expected exact or fast, got slow"):
-        tidegate.ep.NodesBuffer(experts=E, slots=K, row_bytes=4 * H, max_tokens=4, combine="slow")
     # A buffer of one node says so when its ranks are on two.
     with pytest.raises(RuntimeError, match="is on node "):
         tidegate.ep.Buffer(experts=E, slots=K, row_bytes=4 * H, max_tokens=4, node_id=f"node{rank}")

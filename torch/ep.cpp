@@ -97,6 +97,20 @@ Tensor waited(std::int64_t buffer) {
   return tensor_of(list, {static_cast<std::int64_t>(list.size())}, ScalarType::Long);
 }
 
+void poison(std::int64_t buffer, std::string why) { buffers.get("buffer", buffer)->poison(why); }
+
+// Runs a call of all ranks. What it throws reaches the others also where no exchange has begun, or one is over.
+template <class F>
+auto collective(std::int64_t buffer, F body) {
+  const auto b = buffers.get("buffer", buffer);
+  try {
+    return body(*b);
+  } catch (const std::exception& e) {
+    b->poison(e.what());
+    throw;
+  }
+}
+
 ep::DispatchOptions dispatch_options(std::string_view op, const Optional& weights, const Optional& mask, bool int8,
                                      bool needs_backward, const Optional& x_scale = std::nullopt,
                                      const Optional& smooth_scale = std::nullopt) {
@@ -117,14 +131,16 @@ std::tuple<std::int64_t, std::int64_t, std::int64_t> dispatch(std::int64_t buffe
                                                               Optional smooth_scale, bool static_shape,
                                                               std::int64_t static_tokens) {
   constexpr std::string_view op = "ep_dispatch";
-  ep::DispatchOptions o = dispatch_options(op, weights, mask, int8, needs_backward, x_scale, smooth_scale);
-  o.static_shape = static_shape;
-  o.static_tokens = static_tokens;
-  const ep::HandlePtr h = buffers.get("buffer", buffer)->dispatch(dense(op, "x", x), view(op, "ids", ids), o);
+  const ep::HandlePtr h = collective(buffer, [&](ep::Buffer& b) {
+    ep::DispatchOptions o = dispatch_options(op, weights, mask, int8, needs_backward, x_scale, smooth_scale);
+    o.static_shape = static_shape;
+    o.static_tokens = static_tokens;
+    return b.dispatch(dense(op, "x", x), view(op, "ids", ids), o);
+  });
   return {handles.add(h), h->rows, h->shape_rows};
 }
 void redispatch(std::int64_t buffer, Tensor x, std::int64_t handle) {
-  buffers.get("buffer", buffer)->dispatch(dense("ep_dispatch", "x", x), *handles.get("handle", handle));
+  collective(buffer, [&](ep::Buffer& b) { b.dispatch(dense("ep_dispatch", "x", x), *handles.get("handle", handle)); });
 }
 
 std::tuple<Tensor, Tensor> expand(std::int64_t buffer, std::int64_t handle, std::int64_t width, ScalarType dtype,
@@ -185,34 +201,39 @@ std::tuple<Tensor, Tensor> combine(std::int64_t buffer, Optional y, std::int64_t
                                    Optional weights, Optional shared_x, Optional row_values, Optional ori_x,
                                    Optional alpha1, Optional alpha2, Optional v, bool needs_backward) {
   constexpr std::string_view op = "ep_combine";
-  const ep::HandlePtr h = handles.get("handle", handle);
-  const TensorView yv = dense(op, "y", y);
-  ep::CombineOptions o;
-  o.weighted = weighted;
-  o.weights = view(op, "weights", weights);
-  o.shared_x = dense(op, "shared_x", shared_x);
-  o.row_values = view(op, "row_values", row_values);
-  o.ori_x = dense(op, "ori_x", ori_x);
-  o.alpha1 = view(op, "alpha1", alpha1);
-  o.alpha2 = view(op, "alpha2", alpha2);
-  o.v = dense(op, "v", v);
-  o.needs_backward = needs_backward;
-  const ScalarType type = yv.defined() ? scalar_type(yv.dtype) : ScalarType::Float;
-  Tensor out = yv.rank == 2 ? empty({h->tokens, yv.sizes[1]}, type) : nothing(type);
-  Tensor values = o.row_values.defined() ? empty({h->tokens, h->slots}, ScalarType::Float) : nothing(ScalarType::Float);
-  if (o.row_values.defined()) {
-    o.pair_values = view(op, "pair_values", values);
-  }
-  buffers.get("buffer", buffer)->combine(yv, *h, yv.defined() ? view(op, "out", out) : TensorView{}, o);
-  return {out, values};
+  return collective(buffer, [&](ep::Buffer& b) {
+    const ep::HandlePtr h = handles.get("handle", handle);
+    const TensorView yv = dense(op, "y", y);
+    ep::CombineOptions o;
+    o.weighted = weighted;
+    o.weights = view(op, "weights", weights);
+    o.shared_x = dense(op, "shared_x", shared_x);
+    o.row_values = view(op, "row_values", row_values);
+    o.ori_x = dense(op, "ori_x", ori_x);
+    o.alpha1 = view(op, "alpha1", alpha1);
+    o.alpha2 = view(op, "alpha2", alpha2);
+    o.v = dense(op, "v", v);
+    o.needs_backward = needs_backward;
+    const ScalarType type = yv.defined() ? scalar_type(yv.dtype) : ScalarType::Float;
+    Tensor out = yv.rank == 2 ? empty({h->tokens, yv.sizes[1]}, type) : nothing(type);
+    Tensor values =
+        o.row_values.defined() ? empty({h->tokens, h->slots}, ScalarType::Float) : nothing(ScalarType::Float);
+    if (o.row_values.defined()) {
+      o.pair_values = view(op, "pair_values", values);
+    }
+    b.combine(yv, *h, yv.defined() ? view(op, "out", out) : TensorView{}, o);
+    return std::tuple<Tensor, Tensor>{out, values};
+  });
 }
 
 Tensor collect(std::int64_t buffer, Tensor y, std::int64_t handle) {
-  const ep::HandlePtr h = handles.get("handle", handle);
-  const TensorView yv = dense("ep_collect", "y", y);
-  Tensor out = empty({h->tokens * h->slots, yv.rank == 2 ? yv.sizes[1] : 0}, scalar_type(yv.dtype));
-  buffers.get("buffer", buffer)->collect(yv, *h, view("ep_collect", "out", out));
-  return out;
+  return collective(buffer, [&](ep::Buffer& b) {
+    const ep::HandlePtr h = handles.get("handle", handle);
+    const TensorView yv = dense("ep_collect", "y", y);
+    Tensor out = empty({h->tokens * h->slots, yv.rank == 2 ? yv.sizes[1] : 0}, scalar_type(yv.dtype));
+    b.collect(yv, *h, view("ep_collect", "out", out));
+    return out;
+  });
 }
 
 // The whole layer without gradients: experts read the rows where the other ranks left them, and write their results
@@ -220,34 +241,35 @@ Tensor collect(std::int64_t buffer, Tensor y, std::int64_t handle) {
 Tensor experts(std::int64_t buffer, Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down,
                std::string weight_axes, Optional shared_x, Optional alpha1, Optional alpha2, Optional v) {
   constexpr std::string_view op = "ep_experts";
-  const auto b = buffers.get("buffer", buffer);
-  const TensorView xv = dense(op, "x", x);
-  Tensor out = empty_like(xv);
-  const ep::HandlePtr h =
-      b->dispatch(xv, view(op, "ids", ids), dispatch_options(op, Optional(weights), std::nullopt, false, false));
-  const std::vector<const void*> rows = b->row_pointers(*h);
-  std::vector<std::int32_t> expert;
-  for (std::size_t e = 0; e < h->expert_rows.size(); ++e) {
-    expert.insert(expert.end(), static_cast<std::size_t>(h->expert_rows[e]), static_cast<std::int32_t>(e));
-  }
-  const std::vector<float> ones(static_cast<std::size_t>(h->rows), 1.0f);
-  MoeExpertsInputs in{};
-  in.x = contiguous(rows.empty() ? nullptr : rows[0], xv.dtype, {h->rows, xv.sizes[1]});
-  in.x_rows = rows.data();
-  in.ids = contiguous(expert.data(), DType::kI32, {h->rows, 1});
-  in.weights = contiguous(ones.data(), DType::kF32, {h->rows, 1});
-  in.gate_up = view(op, "gate_up", gate_up);
-  in.down = view(op, "down", down);
-  const TensorView y = b->window_rows(h->rows, xv.sizes[1], xv.dtype);
-  moe_experts_fwd(in, y, {parse_weight_axes(op, weight_axes), false, ExpertIds::kPlain, true});
-  ep::CombineOptions o;
-  o.shared_x = dense(op, "shared_x", shared_x);
-  o.ori_x = xv;
-  o.alpha1 = view(op, "alpha1", alpha1);
-  o.alpha2 = view(op, "alpha2", alpha2);
-  o.v = dense(op, "v", v);
-  b->combine(y, *h, view(op, "out", out), o);
-  return out;
+  return collective(buffer, [&](ep::Buffer& b) {
+    const TensorView xv = dense(op, "x", x);
+    Tensor out = empty_like(xv);
+    const ep::HandlePtr h =
+        b.dispatch(xv, view(op, "ids", ids), dispatch_options(op, Optional(weights), std::nullopt, false, false));
+    const std::vector<const void*> rows = b.row_pointers(*h);
+    std::vector<std::int32_t> expert;
+    for (std::size_t e = 0; e < h->expert_rows.size(); ++e) {
+      expert.insert(expert.end(), static_cast<std::size_t>(h->expert_rows[e]), static_cast<std::int32_t>(e));
+    }
+    const std::vector<float> ones(static_cast<std::size_t>(h->rows), 1.0f);
+    MoeExpertsInputs in{};
+    in.x = contiguous(rows.empty() ? nullptr : rows[0], xv.dtype, {h->rows, xv.sizes[1]});
+    in.x_rows = rows.data();
+    in.ids = contiguous(expert.data(), DType::kI32, {h->rows, 1});
+    in.weights = contiguous(ones.data(), DType::kF32, {h->rows, 1});
+    in.gate_up = view(op, "gate_up", gate_up);
+    in.down = view(op, "down", down);
+    const TensorView y = b.window_rows(h->rows, xv.sizes[1], xv.dtype);
+    moe_experts_fwd(in, y, {parse_weight_axes(op, weight_axes), false, ExpertIds::kPlain, true});
+    ep::CombineOptions o;
+    o.shared_x = dense(op, "shared_x", shared_x);
+    o.ori_x = xv;
+    o.alpha1 = view(op, "alpha1", alpha1);
+    o.alpha2 = view(op, "alpha2", alpha2);
+    o.v = dense(op, "v", v);
+    b.combine(y, *h, view(op, "out", out), o);
+    return out;
+  });
 }
 
 }  // namespace
@@ -257,6 +279,7 @@ STABLE_TORCH_LIBRARY(tidegate_ep, m) {
   m.def("address(int buffer) -> Tensor");
   m.def("connect(int buffer, Tensor addresses) -> ()");
   m.def("close(int buffer) -> ()");
+  m.def("poison(int buffer, str why) -> ()");
   m.def("free_handle(int handle) -> ()");
   m.def("window_bytes(int buffer) -> int");
   m.def("node_id(str configured) -> str");
@@ -285,6 +308,7 @@ STABLE_TORCH_LIBRARY_IMPL(tidegate_ep, CompositeExplicitAutograd, m) {
   m.impl("address", TORCH_BOX(&address));
   m.impl("connect", TORCH_BOX(&connect));
   m.impl("close", TORCH_BOX(&close_buffer));
+  m.impl("poison", TORCH_BOX(&poison));
   m.impl("free_handle", TORCH_BOX(&free_handle));
   m.impl("window_bytes", TORCH_BOX(&window_bytes));
   m.impl("node_id", TORCH_BOX(&node_name));

@@ -149,6 +149,8 @@ class Buffer {
 
   // Microseconds waited while each rank was missing, since the buffer was made.
   std::vector<std::int64_t> waited_microseconds() const;
+  // For a caller that fails between two calls: the other ranks hear of it at once, rather than wait for this one.
+  void poison(const std::string& why) noexcept;
   // Throws what poisoned the buffer, if anything did.
   void check_healthy() const;
   // Collective, after a failure: new windows, the same configuration.

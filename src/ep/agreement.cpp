@@ -1,6 +1,7 @@
 #include "ep/agreement.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace tidegate::ep {
 namespace {
@@ -49,6 +50,52 @@ std::vector<std::int64_t> agree(std::string_view op, const std::string& group, W
     came.push_back(theirs[r].count);
   }
   return came;
+}
+
+std::vector<std::string> gather_nodes(Wire& wire, const Config& config, NodeSums sums, const std::string& failure) {
+  struct Fact {
+    std::string_view name;
+    std::int64_t value;
+  };
+  constexpr std::string_view op = "ep_nodes";
+  constexpr std::size_t kFacts = 6;
+  const std::vector<std::int64_t> shares = expert_shares(config, wire.size());
+  const Fact mine[kFacts] = {
+      {"experts", config.experts},
+      {"slots", config.slots},
+      {"row_bytes", config.row_bytes},
+      {"max_tokens", config.max_tokens},
+      {"sums", static_cast<std::int64_t>(sums)},
+      {"hash of expert_begin", static_cast<std::int64_t>(hash_bytes(shares.data(), 8 * shares.size(), 1) >> 1)}};
+  struct Word {
+    std::int64_t facts[kFacts];
+    char node[256], failure[kTextBytes];
+  } word{};
+  for (std::size_t i = 0; i < kFacts; ++i) {
+    word.facts[i] = mine[i].value;
+  }
+  const std::string node = node_id(config.node_id);
+  node.copy(word.node, sizeof word.node - 1);
+  failure.copy(word.failure, sizeof word.failure - 1);
+  const std::vector<std::string> all = wire.all_gather({reinterpret_cast<const char*>(&word), sizeof word});
+  std::vector<std::string> nodes;
+  const std::string prefix = std::string(op) + ": group " + config.name + ": rank ";
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    Word theirs;
+    std::memcpy(&theirs, all[r].data(), sizeof theirs);
+    if (theirs.failure[0] != '\0' && failure.empty()) {
+      throw Failure(prefix + std::to_string(r) + " failed: " + theirs.failure);
+    }
+    for (std::size_t i = 0; i < kFacts && failure.empty(); ++i) {
+      if (theirs.facts[i] != mine[i].value) {
+        throw Failure(prefix + std::to_string(wire.rank()) + " and rank " + std::to_string(r) +
+                      " disagree: " + std::string(mine[i].name) + " is " + std::to_string(mine[i].value) + " and " +
+                      std::to_string(theirs.facts[i]));
+      }
+    }
+    nodes.emplace_back(theirs.node);
+  }
+  return nodes;
 }
 
 void announce(Wire& wire, const std::string& failure) {

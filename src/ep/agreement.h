@@ -12,6 +12,9 @@ std::vector<std::int64_t> agree(std::string_view op, const std::string& group, W
                                 const std::vector<std::int64_t>& counts);
 void announce(Wire& wire, const std::string& failure);
 
+// The nodes of all ranks that make a buffer, whose configuration must be equal. `failure`: why this rank cannot.
+std::vector<std::string> gather_nodes(Wire& wire, const Config& config, NodeSums sums, const std::string& failure);
+
 // Around what a rank does alone before it agrees: if that fails, the others learn it there, rather than wait.
 template <class F>
 auto announced(Wire& wire, F body) {

@@ -156,6 +156,7 @@ std::int64_t Buffer::local_experts() const {
 }
 std::vector<std::int64_t> Buffer::waited_microseconds() const { return group_->waited; }
 void Buffer::check_healthy() const { group_->check_healthy(); }
+void Buffer::poison(const std::string& why) noexcept { group_->poison("ep_buffer", why); }
 void Buffer::reset(Bootstrap& bootstrap) {
   const Config config = group_->config;
   const int rank = group_->rank;

@@ -18,12 +18,15 @@ NodesBuffer::NodesBuffer(const Config& config, Wire& wire, NodeSums sums) : wire
   constexpr std::string_view op = "ep_nodes";
   const int rank = wire.rank();
   const int ranks = wire.size();
-  check_config(config, rank, ranks);
-  check(config.zero_experts + config.copy_experts + config.const_experts == 0, op,
-        ": special experts: expected none between nodes, got some");
-  std::string mine = node_id(config.node_id);
-  mine.resize(256);
-  const std::vector<std::string> names = wire.all_gather(mine);
+  try {
+    check_config(config, rank, ranks);
+    check(config.zero_experts + config.copy_experts + config.const_experts == 0, op,
+          ": special experts: expected none between nodes, got some");
+  } catch (const std::exception& e) {
+    gather_nodes(wire, {}, sums, e.what());
+    throw;
+  }
+  const std::vector<std::string> names = gather_nodes(wire, config, sums, {});
   std::vector<std::string> nodes;  // in the order of their first ranks
   std::vector<std::vector<int>> members;
   for (int r = 0; r < ranks; ++r) {

@@ -172,6 +172,39 @@ void expect_one_fails(int rank, const std::string& text, const std::function<voi
   EXPECT_NE(found.find(": group moe: rank 1 failed: " + text), std::string::npos) << found;
 }
 
+TEST(EpNodes, BuffersThatDiffer) {
+  run_ranks(3, [&](SharedBootstrap& wire) {
+    const EpProblem p({3, 6, 2, 8, {3, 2, 4}, EpCase::kUniform, DType::kF32});
+    const int rank = wire.rank();
+    const auto text_of = [&](const std::function<void(ep::Config&)>& change, NodeSums sums = NodeSums::kExact) {
+      ep::Config config = p.config();
+      config.node_id = rank < 2 ? "a" : "b";
+      if (rank == 1) {
+        change(config);
+      }
+      try {
+        const NodesBuffer buffer(config, wire, sums);
+      } catch (const std::exception& failure) {
+        return std::string(failure.what());
+      }
+      return std::string("nothing");
+    };
+    const auto expect = [&](const std::string& found, const std::string& text) {
+      EXPECT_NE(found.find(text), std::string::npos) << found;
+    };
+    expect(text_of([](ep::Config& c) { c.experts = 7; }), " disagree: experts is ");
+    expect(text_of([](ep::Config& c) { c.slots = 3; }), " disagree: slots is ");
+    expect(text_of([](ep::Config& c) { c.row_bytes = 64; }), " disagree: row_bytes is ");
+    expect(text_of([](ep::Config& c) { c.max_tokens = 9; }), " disagree: max_tokens is ");
+    expect(text_of([](ep::Config& c) { c.expert_begin = {0, 1, 2, 6}; }), " disagree: hash of expert_begin is ");
+    expect(text_of([](ep::Config&) {}, rank == 1 ? NodeSums::kFast : NodeSums::kExact), " disagree: sums is ");
+    expect(text_of([](ep::Config& c) { c.slots = 0; }), "ep_buffer: slots: expected at least 1, got 0");
+    expect(text_of([](ep::Config& c) { c.copy_experts = 1; }),
+           "special experts: expected none between nodes, got some");
+    EXPECT_EQ(text_of([](ep::Config&) {}), "nothing");
+  });
+}
+
 TEST(EpNodes, WrongArgumentsOfOneRank) {
   for (const NodeSums sums : {NodeSums::kExact, NodeSums::kFast}) {
     run_ranks(3, [&](SharedBootstrap& wire) {

@@ -24,8 +24,35 @@ TERMS = {
     "dx_wanted": "gradient of x wanted",
     "row_values": "row_values",
     "static_shape": "static_shape",
+    "weighted": "weighted",
 }
 NAMES = {"operator": OPERATORS, "dtype": DTYPES}  # of numbers, for messages
+
+
+def gather_facts(op, group, facts, found):
+    """What `found()` gives on every rank. Collective: the facts of a buffer must be equal on all ranks, and a rank on
+    which found() raises is named by the others."""
+    failure = mine = None
+    try:
+        mine = found()
+    except Exception as error:  # noqa: BLE001
+        failure = _native.translated(error)
+    said = [None] * dist.get_world_size(group)
+    text = failure and str(failure).split("\n", 1)[0]
+    dist.all_gather_object(said, (text, facts, mine), group=group)
+    if failure:
+        raise failure from None
+    for rank, (text, theirs, _) in enumerate(said):
+        if text is not None:
+            raise ExpertParallelError(f"{op}: rank {rank} failed: {text}")
+        for name, value in facts.items():
+            if theirs[name] != value:
+                here = dist.get_rank(group)
+                raise ExpertParallelError(
+                    f"{op}: rank {here} and rank {rank} disagree: {name} is {value} on rank {here} and {theirs[name]} "
+                    f"on rank {rank}"
+                )
+    return [theirs for *_, theirs in said]
 
 
 class Agreement:

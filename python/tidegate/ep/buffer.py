@@ -137,6 +137,10 @@ class Buffer:
         return self.expert_begin[self.rank + 1] - self.expert_begin[self.rank]
 
     @property
+    def is_open(self) -> bool:
+        return self._close.alive
+
+    @property
     def window_bytes(self) -> int:
         """Address space of one rank's window."""
         return call("window_bytes", self.number)

@@ -1,4 +1,4 @@
-"""Arguments of calls between nodes, checked as Buffer does it inside a node, before anything travels."""
+"""Arguments, checked before anything travels: all of calls between nodes, and those of experts."""
 
 import torch
 
@@ -14,6 +14,13 @@ def _check_shape(op, name, tensor, *expected):
 def _check_dtype(op, name, tensor, *expected):
     if tensor.dtype not in expected:
         raise TypeError(f"{op}: {name}: expected dtype in {expected}, got dtype {tensor.dtype}")
+
+
+def _check_tensor(op, name, tensor):
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{op}: {name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{op}: {name}: expected a tensor on cpu, got one on {tensor.device}")
 
 
 def _check_rows(op, name, tensor, row_bytes, floats=FLOATS):
@@ -33,13 +40,55 @@ def _check_weights(op, weights, shape):
         _check_dtype(op, "weights", weights, *FLOATS)
 
 
+def _check_open(op, buffer):
+    if not buffer.is_open:
+        raise ValueError(f"{op}: buffer: expected an open one, got one that was closed")
+
+
 def _check_handle(op, buffer, handle):
+    _check_open(op, buffer)
     if handle.buffer is not buffer:
         raise ValueError(f"{op}: handle: expected one of this buffer, got one of another")
 
 
+def check_buffer(ranks, experts, slots, row_bytes, max_tokens, expert_begin, combine):
+    """What all ranks must say alike when they make a buffer."""
+    op = "ep_nodes"
+    if combine not in ("exact", "fast"):
+        raise ValueError(f"{op}: combine: expected exact or fast, got {combine}")
+    least = {"experts": 1, "slots": 1, "row_bytes": 1, "max_tokens": 0}
+    for (name, smallest), value in zip(least.items(), (experts, slots, row_bytes, max_tokens), strict=True):
+        if not isinstance(value, int) or value < smallest:
+            raise ValueError(f"{op}: {name}: expected an integer of at least {smallest}, got {value!r}")
+    if len(expert_begin) != ranks + 1:
+        raise ValueError(f"{op}: expert_begin: expected {ranks + 1} numbers, got {len(expert_begin)}")
+    if expert_begin != sorted(expert_begin) or (expert_begin[0], expert_begin[-1]) != (0, experts):
+        raise ValueError(
+            f"{op}: expert_begin: expected numbers that do not decrease from 0 to {experts}, got {expert_begin}"
+        )
+
+
+def check_experts(buffer, x, ids, weights, gate_up, down):
+    """Weights of experts, before rows travel for which a rank could have none."""
+    op = "ep_experts"
+    _check_open(op, buffer)
+    named = {"x": x, "ids": ids, "weights": weights, "gate_up": gate_up, "down": down}
+    for name, tensor in named.items():
+        _check_tensor(op, name, tensor)
+    for name in ("gate_up", "down"):
+        if named[name].dim() != 3 or len(named[name]) != buffer.local_experts:
+            raise ValueError(
+                f"{op}: {name}: expected 3 dimensions, the first of size {buffer.local_experts} (experts of this "
+                f"rank), got {list(named[name].shape)}"
+            )
+
+
 def check_dispatch(buffer, x, ids, weights, mask, int8, smooth_scale):
     op = "ep_dispatch"
+    _check_open(op, buffer)
+    named = {"weights": weights, "mask": mask, "smooth_scale": smooth_scale}
+    for name, tensor in {"x": x, "ids": ids, **{n: t for n, t in named.items() if t is not None}}.items():
+        _check_tensor(op, name, tensor)
     _check_rows(op, "x", x, buffer.row_bytes, FLOATS[: 3 if int8 else 4])
     if len(x) > buffer.max_tokens:
         raise ValueError(
@@ -79,6 +128,7 @@ def check_static_shape(buffer, ids):
 def check_redispatch(buffer, x, handle):
     op = "ep_dispatch"
     _check_handle(op, buffer, handle)
+    _check_tensor(op, "x", x)
     _check_rows(op, "x", x, buffer.row_bytes)
     _check_shape(op, "x", x, [handle.tokens, x.shape[1]])
 
@@ -86,6 +136,10 @@ def check_redispatch(buffer, x, handle):
 def check_combine(buffer, y, handle, weighted, weights, shared_x, row_values):
     op = "ep_combine"
     _check_handle(op, buffer, handle)
+    named = {"y": y, "weights": weights, "shared_x": shared_x, "row_values": row_values}
+    for name, tensor in named.items():
+        if tensor is not None:
+            _check_tensor(op, name, tensor)
     if weights is not None and buffer.mode == "fast":
         raise ValueError(f"{op}: weights: expected none in fast mode, got a tensor; give them to dispatch")
     if weights is not None and not weighted:

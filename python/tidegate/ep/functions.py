@@ -11,6 +11,7 @@ import torch
 
 from tidegate import _native
 from tidegate.ep.buffer import Buffer, Handle, call
+from tidegate.ep.checks import check_experts
 from tidegate.ep.nodes import NodesBuffer, NodesHandle
 from tidegate.ep.special import special_bwd
 
@@ -33,7 +34,7 @@ def _gives_back_tokens(buffer):
 
 @contextmanager
 def _alone(buffer):
-    """Around what a rank does for itself before the next exchange. Between nodes the others hear of it if it fails."""
+    """Around what a rank does for itself before the next exchange. The others hear of it if it fails."""
     if isinstance(buffer, NodesBuffer):
         with buffer.agreement.checking():
             yield
@@ -41,7 +42,10 @@ def _alone(buffer):
     try:
         yield
     except Exception as error:
-        raise _native.translated(error) from None
+        error = _native.translated(error)
+        if buffer.is_open:
+            call("poison", buffer.number, str(error).split("\n", 1)[0])
+        raise error from None
 
 
 def _check_special(op, buffer, special):
@@ -211,7 +215,10 @@ def experts(
     """
     special = (alpha1, alpha2, v)
     _check_special("ep_experts", buffer, (None, *special))
+    with _alone(buffer):
+        check_experts(buffer, x, ids, weights, gate_up, down)
     trains = _wants_grad(x, weights, gate_up, down, *special)
-    if trains or not isinstance(buffer, Buffer):  # over several nodes there is no other way
+    # Over several nodes, and in fp64, there is no other way.
+    if trains or not isinstance(buffer, Buffer) or x.dtype == torch.float64:
         return _Experts.apply(buffer, x, ids, weights, gate_up, down, weight_axes, trains, *special)
     return call("experts", buffer.number, x, ids, weights, gate_up, down, weight_axes, None, *special)

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tidegate.ep.agreement import Agreement
+from tidegate.ep.agreement import Agreement, gather_facts
 from tidegate.ep.buffer import Buffer, group_of, node_id
-from tidegate.ep.nodes_checks import check_combine, check_dispatch, check_redispatch, check_static_shape
+from tidegate.ep.checks import check_buffer, check_combine, check_dispatch, check_redispatch, check_static_shape
 
 tidegate_ops = torch.ops.tidegate
 
@@ -32,6 +32,8 @@ class NodesHandle:
 
     def __init__(self, buffer, inner, tokens, sent, received, pairs, pair_rank, weights):
         self.buffer, self.inner, self.tokens, self.weights = buffer, inner, tokens, weights
+        # As they were at the dispatch, like those that travelled: the caller may change his.
+        self.given_weights = None if weights is None else weights.detach().clone()
         self.serial = buffer.dispatches  # the same on all ranks
         self.sent = sent  # by rank: the tokens that went there
         self.received = received  # by rank: how many came from there
@@ -61,15 +63,22 @@ class NodesBuffer:
         node: str | None = None,
         **options: Any,
     ) -> None:
-        if combine not in ("exact", "fast"):
-            raise ValueError(f"ep: combine: expected exact or fast, got {combine}")
         self.mode = combine
         self.group = group_of(group)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.agreement = Agreement(self.group)
         self.dispatches = 0  # so far
         self.experts, self.slots, self.row_bytes, self.max_tokens = experts, slots, row_bytes, max_tokens
-        names = nodes_of(self.group, node)
+        even = [r * experts // self.ranks for r in range(self.ranks + 1)] if isinstance(experts, int) else []
+        self.expert_begin = even if expert_begin is None else list(expert_begin)
+        facts = dict(experts=experts, slots=slots, row_bytes=row_bytes, max_tokens=max_tokens)
+        facts |= dict(expert_begin=self.expert_begin, combine=combine)
+
+        def checked_node():
+            check_buffer(self.ranks, **facts)
+            return node_id(node)
+
+        names = gather_facts("ep_nodes", self.group, facts, checked_node)
         self.nodes = list(dict.fromkeys(names))  # in the order of their first ranks
         members = [[r for r in range(self.ranks) if names[r] == name] for name in self.nodes]
         self.node = self.nodes.index(names[self.rank])
@@ -77,7 +86,6 @@ class NodesBuffer:
         index = members[self.node].index(self.rank)
         self.partners = [ranks[index % len(ranks) :] + ranks[: index % len(ranks)] for ranks in members]
         self.partners[self.node] = [self.rank]
-        self.expert_begin = expert_begin or [r * experts // self.ranks for r in range(self.ranks + 1)]
         # An expert's node, and its number among the experts of that node.
         self.node_of = torch.empty(experts, dtype=torch.int32)
         self.number_of = torch.empty(experts, dtype=torch.int32)
@@ -111,9 +119,18 @@ class NodesBuffer:
         """How many experts this rank holds."""
         return self.expert_begin[self.rank + 1] - self.expert_begin[self.rank]
 
+    @property
+    def is_open(self) -> bool:
+        return self.local.is_open
+
     def close(self) -> None:
         """Gives the windows of this node back."""
         self.local.close()
+
+    def reset(self) -> None:
+        """Collective, after a failure: new windows. Handles from before do not work any more."""
+        self.dispatches = 0
+        self.local.reset()
 
     def _all_to_all(self, rows, sent, received):
         """Rows to ranks, `sent` rows for each; what came, `received` rows from each."""
@@ -197,7 +214,8 @@ class NodesBuffer:
             needs_backward=needs_backward,
             x_scale=scale.view(torch.float32)[:, 0] if x.dtype == torch.int8 else None,
             smooth_scale=None if smooth_scale is None else smooth_scale[self.node_experts],
-            static_shape=static_shape,
+            # A node without experts gets no row; the one expert that its buffer has is nobody's.
+            static_shape=static_shape and bool((self.node_of == self.node).any()),
             static_tokens=sum(tokens),
         )
         return NodesHandle(self, inner, x.shape[0], sent, received, numbers >= 0, pair_rank, weights)
@@ -278,11 +296,11 @@ class NodesBuffer:
             dtype=None if y is None else y.dtype,
             needs_backward=needs_backward,
             row_values=row_values is not None,
+            weighted=weighted,
         )
         out = torch.empty(0)
         if y is not None:
-            used = (handle.weights if weights is None else weights) if weighted else None
-            used = None if used is None else used.detach()
+            used = (handle.given_weights if weights is None else weights.detach()) if weighted else None
             out = (
                 self._exact(y, handle, used, shared_x)
                 if self.mode == "exact"
