@@ -82,9 +82,14 @@ def make_tokens(counts, width, dtype):
 
 def spread(block, config, mesh):
     """The block under the expert-parallel plan of its model."""
-    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.distributed import expert_parallel
 
-    apply_expert_parallelism(Layers(block), mesh, None, config.base_model_ep_plan)
+    plan = config.base_model_ep_plan
+    if hasattr(expert_parallel, "EPImplementation"):  # from 5.23 on the caller has put in the numbers of layers
+        plan = {name.replace("*", "0"): style for name, style in plan.items()}
+    # Nobody else holds a rank's tokens.
+    alone = dist.device_mesh.init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("ep", "tp"))["tp"]
+    expert_parallel.apply_expert_parallelism(Layers(block), mesh, alone, plan)
 
 
 def step(block, x, dout):

@@ -282,3 +282,18 @@ def test_a_patch_after_experts_were_spread(tmp_path):
 def test_lora_on_the_experts(tmp_path):
     pytest.importorskip("peft")
     run_ranks(2, tmp_path / "ranks", lora_on_experts)
+
+
+def test_names_of_the_registry():
+    """From Transformers 5.23 on: a name of its own and the default. Others are stock, and afterwards all are."""
+    expert_parallel = importlib.import_module("transformers.distributed.expert_parallel")
+    if not hasattr(expert_parallel, "EPImplementationInterface"):
+        pytest.skip("this Transformers asks no registry how tokens reach the experts")
+    names = lambda: dict(expert_parallel.EPImplementationInterface().items())  # noqa: E731
+    before = names()
+    for _ in range(2):  # again changes settings only
+        tidegate.ep.register()
+        changed = {name for name, value in names().items() if before.get(name) is not value}
+        assert changed == {"auto", "tidegate"} and names()["auto"] is names()["tidegate"]
+    tidegate.ep.unregister()
+    assert names() == before

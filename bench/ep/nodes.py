@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import tidegate
-from run import EXPERTS, HIDDEN, SLOTS, make, through_gloo
+from run import EXPERTS, HIDDEN, SLOTS, make, stock_exchange, through_gloo
 
 
 def link_bytes():
@@ -33,8 +33,6 @@ def through_nodes(buffer, x, ids, weights):
 
 @torch.no_grad()
 def main():
-    from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
@@ -44,8 +42,8 @@ def main():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x, ids, weights = make(rank, options.tokens)
     sizes = dict(experts=EXPERTS, slots=SLOTS, row_bytes=2 * HIDDEN, max_tokens=options.tokens)
-    style = EpDispatchExpertsParallel()
-    ways = {"plain all_to_all": lambda: through_gloo(style, x, ids, weights, ranks)}
+    exchange = stock_exchange(ranks)
+    ways = {"plain all_to_all": lambda: through_gloo(exchange, x, ids, weights)}
     for mode in ("exact", "fast"):
         buffer = tidegate.ep.NodesBuffer(combine=mode, name=mode, **sizes)
         assert len(buffer.nodes) == 2, buffer.nodes

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+import types
 
 import torch
 import torch.distributed as dist
@@ -36,14 +37,37 @@ def make(rank, tokens):
     return x, ids, torch.full((tokens, SLOTS), 1 / SLOTS)
 
 
-def through_gloo(style, x, ids, weights, ranks):
-    """Transformers' own steps, without its experts."""
+def stock_exchange(ranks):
+    """(dispatch, combine) of Transformers, without its experts: dispatch(x, ids, weights) -> rows, state."""
+    from transformers.distributed import expert_parallel
+
+    local = EXPERTS // ranks
+    if hasattr(expert_parallel, "AllToAllEP"):  # 5.23 and later
+        mesh = dist.device_mesh.init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("ep", "tp"))
+        experts = types.SimpleNamespace(forward=None, num_experts=local)
+        exchange = expert_parallel.AllToAllEP(experts, mesh["ep"], mesh["tp"])
+
+        def dispatch(x, ids, weights):
+            rows, _, _, state = exchange._dispatch_tokens(x, ids, weights)
+            return rows, state
+
+        return dispatch, exchange._combine_tokens
+    style = expert_parallel.EpDispatchExpertsParallel()
+
+    def dispatch(x, ids, weights):
+        rows, _, *state = style._dispatch_tokens(x, ids, local, dist.group.WORLD, ranks)
+        dist._functional_collectives.wait_tensor(rows)
+        return rows, (weights, *state)
+
+    return dispatch, lambda rows, state: style._combine_tokens(rows, *state, dist.group.WORLD)
+
+
+def through_gloo(exchange, x, ids, weights):
+    dispatch, combine = exchange
     begin = time.perf_counter()
-    rows, _, order, sent, received = style._dispatch_tokens(x, ids, EXPERTS // ranks, dist.group.WORLD, ranks)
-    rows = rows + 0 if not rows.numel() else rows
-    dist._functional_collectives.wait_tensor(rows)
+    rows, state = dispatch(x, ids, weights)
     middle = time.perf_counter()
-    out = style._combine_tokens(rows, weights, order, sent, received, dist.group.WORLD).to(x.dtype)
+    out = combine(rows, state).to(x.dtype)
     return out, (middle - begin, time.perf_counter() - middle)
 
 
@@ -76,8 +100,6 @@ def slowest(times):
 
 @torch.no_grad()
 def rank_main(rank, ranks, tokens, rounds, folder):
-    from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
-
     torch.set_num_threads(1)  # a rank is a core
     timeout = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timeout)
@@ -85,9 +107,9 @@ def rank_main(rank, ranks, tokens, rounds, folder):
     buffer = tidegate.ep.Buffer(
         experts=EXPERTS, slots=SLOTS, row_bytes=2 * HIDDEN, max_tokens=tokens, timeout=300.0, name="bench"
     )
-    style = EpDispatchExpertsParallel()
+    exchange = stock_exchange(ranks)
     runs = {
-        "gloo": lambda: through_gloo(style, x, ids, weights, ranks),
+        "gloo": lambda: through_gloo(exchange, x, ids, weights),
         "tidegate": lambda: through_tidegate(buffer, x, ids, weights),
         "in_place": lambda: in_place(buffer, x, ids, weights),
     }

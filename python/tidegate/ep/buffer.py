@@ -138,6 +138,7 @@ class Buffer:
 
     @property
     def is_open(self) -> bool:
+        """Whether it has windows: not after close()."""
         return self._close.alive
 
     @property

@@ -121,6 +121,7 @@ class NodesBuffer:
 
     @property
     def is_open(self) -> bool:
+        """Whether it has windows: not after close()."""
         return self.local.is_open
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ import functools
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tidegate import moe
 from tidegate.ep import functions
@@ -12,9 +12,10 @@ from tidegate.ep.buffer import Buffer
 from tidegate.ep.nodes import NodesBuffer, nodes_of
 
 STYLE, SHARDS = "ep_dispatch_experts", "grouped_gemm"
+NAME, DEFAULT = "tidegate", "auto"  # of DistributedConfig.ep_implementation
 MAX_TOKENS = 32768  # of a rank in one call; costs address space only
 
-_stock = {}  # the styles that ours stand in for
+_stock = {}  # the styles that ours stand in for, and what "auto" meant
 _settings = {"max_tokens": MAX_TOKENS, "timeout": 60.0, "combine": "exact"}
 _buffers = {}  # one for all layers of equal sizes
 
@@ -70,23 +71,54 @@ def _layer(module, experts_forward, mesh, hidden, ids, weights):
     return functions.combine(buffer, y.to(hidden.dtype), handle, rows=rows)
 
 
+def _run(module, experts_forward, mesh, tp_mesh, hidden, ids, weights):
+    """The layer for the tokens of this rank; ranks of tensor parallelism hold the same ones, and each takes a part."""
+    if tp_mesh is None or tp_mesh.size() == 1:
+        return _layer(module, experts_forward, mesh, hidden, ids, weights)
+    tokens, width = hidden.shape
+    parts = (
+        DTensor.from_local(t, tp_mesh, [Replicate()], run_check=False).redistribute(tp_mesh, [Shard(0)]).to_local()
+        for t in (hidden, ids, weights)
+    )
+    out = _layer(module, experts_forward, mesh, *parts).contiguous()
+    return DTensor.from_local(out, tp_mesh, [Shard(0)], shape=(tokens, width), stride=(width, 1)).full_tensor()
+
+
+def _implementation():
+    """For releases in which a style asks a registry how tokens reach the experts (5.23 and later), else None."""
+    try:
+        from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+    except ImportError:
+        return None, None
+
+    class TidegateEP(EPImplementation):
+        """Our dispatch and combine around the experts of one module."""
+
+        def __init__(self, experts, ep_mesh, tp_mesh):
+            super().__init__(experts, ep_mesh, tp_mesh)
+            self.experts = experts
+
+        def __call__(self, hidden_states, top_k_index, top_k_weights):
+            given = (hidden_states, top_k_index, top_k_weights)
+            return _run(self.experts, self.experts_forward, self.ep_mesh, self.tp_mesh, *given)
+
+    return TidegateEP, EPImplementationInterface
+
+
 def _styles():
     _, dispatch_style, shard_style = _registry()
 
     class TidegateExperts(dispatch_style):
-        """The experts' forward between our dispatch and combine; batches shared by tensor-parallel ranks as before."""
+        """The experts' forward between our dispatch and combine, where the style itself does both (5.22)."""
 
         def install_forward(self, module, ep_mesh, *, tp_mesh=None):
             experts_forward = module.forward
 
             def ep_forward(hidden_states, top_k_index, top_k_weights):
-                tokens = hidden_states.size(0)
-                inputs, _ = self.transform_inputs_pre_forward(
-                    module, (hidden_states, top_k_index, top_k_weights), {}, ep_mesh, tp_mesh=tp_mesh
-                )
+                given = (hidden_states, top_k_index, top_k_weights)
+                given = (t.to_local() if isinstance(t, DTensor) else t for t in given)
                 with self.context_around_forward(module, ep_mesh):
-                    out = _layer(module, experts_forward, ep_mesh, *inputs)
-                return self.transform_output_post_forward(module, out, ep_mesh, tp_mesh=tp_mesh, num_tokens=tokens)
+                    return _run(module, experts_forward, ep_mesh, tp_mesh, *given)
 
             module.forward = ep_forward
             return module
@@ -114,15 +146,22 @@ def register(max_tokens: int = MAX_TOKENS, timeout: float = 60.0, combine: str =
     """Expert-parallel plans of models built from now on use Tidegate; again changes the settings.
 
     The plan of Qwen3.5-MoE, Qwen3-Next and others names the style "ep_dispatch_experts" for their experts: this is
-    what it then means, so nothing in the model or its plan changes. Buffers are made at the first forward. combine:
-    how results return from other nodes, "exact" or "fast" (see NodesBuffer).
+    what it then means, so nothing in the model or its plan changes. From Transformers 5.23 on it is what
+    DistributedConfig.ep_implementation is by default ("auto"), and has the name "tidegate" there. Buffers are made at
+    the first forward. combine: how results return from other nodes, "exact" or "fast" (see NodesBuffer).
     """
     styles, _, _ = _registry()
     experts, shard = _styles()
     if not _stock:
         _stock.update({name: styles[name] for name in (STYLE, SHARDS)})
     _settings.update(max_tokens=max_tokens, timeout=timeout, combine=combine)
-    styles.register(STYLE, experts)
+    implementation, implementations = _implementation()
+    if implementation is None:
+        styles.register(STYLE, experts)
+    else:
+        _stock.setdefault(DEFAULT, implementations()[DEFAULT])
+        for name in (NAME, DEFAULT):
+            implementations.register(name, implementation)
     stock = _stock[SHARDS]
     styles.register(SHARDS, shard(stock.placement, shards_expert_dim=stock.shards_expert_dim))
 
@@ -131,6 +170,10 @@ def unregister() -> None:
     """The stock styles again, for models built from now on; closes all buffers."""
     if _stock:
         styles, _, _ = _registry()
+        _, implementations = _implementation()
+        if DEFAULT in _stock:
+            implementations.register(DEFAULT, _stock.pop(DEFAULT))
+            del implementations._global_mapping[NAME]  # the registry has no call for it
         for name, style in _stock.items():
             styles.register(name, style)
         _stock.clear()
