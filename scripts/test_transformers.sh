@@ -61,6 +61,7 @@ if ! "$python" -c 'import transformers' 2>/dev/null; then
 fi
 for cell in "$@"; do
   release=${cell%+*} path='' files=$models marks=''
+  export PYTHONPATH=$before  # what the last cell brought does not count for this one
   [ "$cell" != "$release+quick" ] || marks='not slow'
   if [ "$release" != newest ]; then
     # Older releases import httpx, which the newest huggingface-hub that they accept no longer brings.
