@@ -158,3 +158,63 @@ def test_doubles_without_gradients(tmp_path):
     want = tidegate.moe_experts(x, ids, weights, gate_up, down, round_y=True)
     for got in run_ranks(2, tmp_path / "ranks", doubles):
         assert torch.equal(got, want)
+
+
+def reset_between_nodes(rank, ranks, mode):
+    """A rank leaves between dispatch and combine. The others hear of it, and after a reset all are in step again."""
+    buffer = nodes_buffer(rank, combine=mode)
+    ids, x, weights, gate_up, down = make(slice(buffer.expert_begin[rank], buffer.expert_begin[rank + 1]))
+    layer = lambda scale: tidegate.ep.experts(buffer, x, ids, weights, scale * gate_up, down)  # noqa: E731
+    want = [layer(scale) for scale in (1.0, 2.0)]
+    assert not torch.equal(*want)
+    for when in ("before combine", "wrong argument", "after combine"):
+        handle = buffer.dispatch(x, ids, weights)
+        if rank != 1 or when == "after combine":
+            rows = buffer.expand(handle)
+            if when == "after combine":
+                buffer.combine(rows, handle)
+            else:
+                with pytest.raises(ExpertParallelError, match="disagree: operator is combine on rank . and reset"):
+                    buffer.combine(rows[:, :4] if when == "wrong argument" else rows, handle)
+        if when == "wrong argument" and rank == 0:
+            with pytest.raises(ValueError, match="ep_combine: y: expected 2 dimensions, got 1"):
+                buffer.combine(rows[0], handle)
+        buffer.reset()
+        for _ in range(2):
+            for scale, expected in zip((1.0, 2.0), want, strict=True):
+                assert torch.equal(layer(scale), expected)
+        with pytest.raises(ValueError, match="handle: expected one of a dispatch after the last reset"):
+            buffer.combine(x, handle)
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_reset_between_nodes(mode, tmp_path):
+    run_ranks(3, tmp_path / "ranks", reset_between_nodes, mode)
+
+
+def wrong_buffers(rank, ranks):
+    """A rank that cannot make its buffer is named by the others; so is one between nodes with options of its own."""
+    wrong = [
+        (dict(expert_begin=[0, 9, 6]), ValueError, "ep_buffer: expert_begin: expected numbers that do not decrease"),
+        (dict(timeout=-1.0), ValueError, "ep_buffer: timeout_seconds: expected more than 0, got -1"),
+        (dict(experts="6"), (TypeError, RuntimeError, ValueError), ""),
+    ]
+    for options, kind, text in wrong:
+        with one_fails(rank, kind, text):
+            tidegate.ep.Buffer(**(SIZES | (options if rank == 1 else {})))
+    for options, text in [
+        (dict(timeout=-1.0), "timeout: expected more than 0"),
+        (dict(zero_experts=2), "zero_experts: "),
+    ]:
+        with one_fails(rank, ValueError, "ep_nodes: " + text):
+            nodes_buffer(rank, **(options if rank == 1 else {}))
+    with pytest.raises(ExpertParallelError, match="disagree: timeout is "):
+        nodes_buffer(rank, timeout=20.0 + rank)
+    buffer = tidegate.ep.Buffer(**SIZES)
+    ids, x, weights, *_ = make(slice(0, E))
+    handle = buffer.dispatch(x, ids, weights)
+    assert buffer.combine(buffer.expand(handle), handle)[0].shape == x.shape
+
+
+def test_buffers_that_cannot_be_made(tmp_path):
+    run_ranks(2, tmp_path / "ranks", wrong_buffers)

@@ -10,7 +10,7 @@ from tidegate.errors import ExpertParallelError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPES = (*FLOATS, torch.int8, None)  # of rows; their numbers travel
-OPERATORS = ("dispatch", "redispatch", "combine")
+OPERATORS = ("dispatch", "redispatch", "combine", "reset")
 # Equal on all ranks: they decide how everything that follows is read, and what backward exchanges.
 TERMS = {
     "operator": "operator",
@@ -83,6 +83,16 @@ class Agreement:
                         f"and {b} on rank {rank}"
                     )
         return theirs[:, 0].tolist(), theirs[:, 1].tolist()
+
+    def meet(self):
+        """Ends when all ranks are here. Those that are still in a call hear that others have left it."""
+        row = [OPERATORS.index("reset") if name == "operator" else 0 for name in TERMS]
+        everybody = False
+        while not everybody:
+            theirs = self._exchange(torch.tensor([[0, 0, *row]] * self.ranks))
+            if (theirs[:, 0] < 0).any():
+                self._texts(None)
+            everybody = theirs[:, 2:].tolist() == [row] * self.ranks
 
     @contextmanager
     def checking(self):

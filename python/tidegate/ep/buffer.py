@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tidegate import _native, options
+from tidegate.ep.agreement import gather_facts
 from tidegate.errors import ExpertParallelError
 
 
@@ -45,15 +46,6 @@ def group_of(group):
     if group is None and dist.is_initialized():
         return dist.group.WORLD
     return group
-
-
-def all_gather_bytes(tensor, group, ranks):
-    """int8 [n] of every rank as [ranks, n]."""
-    if ranks == 1:
-        return tensor[None]
-    gathered = [torch.empty_like(tensor) for _ in range(ranks)]
-    dist.all_gather(gathered, tensor, group=group)
-    return torch.stack(gathered)
 
 
 class Handle:
@@ -118,18 +110,22 @@ class Buffer:
         self.ranks = 1 if self.group is None else dist.get_world_size(self.group)
         self.experts, self.slots, self.row_bytes, self.max_tokens = experts, slots, row_bytes, max_tokens
         self.zero_experts, self.copy_experts, self.const_experts = zero_experts, copy_experts, const_experts
-        even = [r * experts // self.ranks for r in range(self.ranks + 1)]
+        even = [r * experts // self.ranks for r in range(self.ranks + 1)] if isinstance(experts, int) else []
         self.expert_begin = even if expert_begin is None else list(expert_begin)
         numbers = [experts, slots, max_tokens, row_bytes, zero_experts, copy_experts, const_experts]
         node = node_id or options.environment("node_id") or ""
-        self._arguments = ([*numbers, self.rank, self.ranks], self.expert_begin, name, float(timeout), node)
+        self._arguments = ([*numbers, self.rank, self.ranks], self.expert_begin, name, timeout, node)
         self.number = None
         self._open()
 
     def _open(self):
-        self.number = call("open", *self._arguments)
-        self._close = weakref.finalize(self, torch.ops.tidegate_ep.close, self.number)
-        call("connect", self.number, all_gather_bytes(call("address", self.number), self.group, self.ranks))
+        def address():
+            self.number = call("open", *self._arguments)
+            self._close = weakref.finalize(self, torch.ops.tidegate_ep.close, self.number)
+            return call("address", self.number)
+
+        found = [address()] if self.group is None else gather_facts("ep_buffer", self.group, {}, address)
+        call("connect", self.number, torch.stack(found))
 
     @property
     def local_experts(self) -> int:

@@ -49,13 +49,19 @@ def _check_handle(op, buffer, handle):
     _check_open(op, buffer)
     if handle.buffer is not buffer:
         raise ValueError(f"{op}: handle: expected one of this buffer, got one of another")
+    if handle.life != buffer.life:
+        raise ValueError(f"{op}: handle: expected one of a dispatch after the last reset, got one from before")
 
 
-def check_buffer(ranks, experts, slots, row_bytes, max_tokens, expert_begin, combine):
+def check_buffer(ranks, experts, slots, row_bytes, max_tokens, expert_begin, combine, timeout=60.0, name="moe", **rest):
     """What all ranks must say alike when they make a buffer."""
     op = "ep_nodes"
     if combine not in ("exact", "fast"):
         raise ValueError(f"{op}: combine: expected exact or fast, got {combine}")
+    if any(rest.values()):
+        raise ValueError(f"{op}: {', '.join(rest)}: expected none between nodes, got {list(rest.values())}")
+    if not timeout > 0:
+        raise ValueError(f"{op}: timeout: expected more than 0, got {timeout}")
     least = {"experts": 1, "slots": 1, "row_bytes": 1, "max_tokens": 0}
     for (name, smallest), value in zip(least.items(), (experts, slots, row_bytes, max_tokens), strict=True):
         if not isinstance(value, int) or value < smallest:

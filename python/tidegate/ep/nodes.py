@@ -34,7 +34,7 @@ class NodesHandle:
         self.buffer, self.inner, self.tokens, self.weights = buffer, inner, tokens, weights
         # As they were at the dispatch, like those that travelled: the caller may change his.
         self.given_weights = None if weights is None else weights.detach().clone()
-        self.serial = buffer.dispatches  # the same on all ranks
+        self.serial, self.life = buffer.dispatches, buffer.life  # the same on all ranks
         self.sent = sent  # by rank: the tokens that went there
         self.received = received  # by rank: how many came from there
         self.pairs = pairs  # bool [tokens that came, K]: pairs of experts of this node
@@ -67,12 +67,12 @@ class NodesBuffer:
         self.group = group_of(group)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.agreement = Agreement(self.group)
-        self.dispatches = 0  # so far
+        self.dispatches = self.life = 0  # so far, and resets
         self.experts, self.slots, self.row_bytes, self.max_tokens = experts, slots, row_bytes, max_tokens
         even = [r * experts // self.ranks for r in range(self.ranks + 1)] if isinstance(experts, int) else []
         self.expert_begin = even if expert_begin is None else list(expert_begin)
         facts = dict(experts=experts, slots=slots, row_bytes=row_bytes, max_tokens=max_tokens)
-        facts |= dict(expert_begin=self.expert_begin, combine=combine)
+        facts |= dict(expert_begin=self.expert_begin, combine=combine, **options)
 
         def checked_node():
             check_buffer(self.ranks, **facts)
@@ -130,7 +130,8 @@ class NodesBuffer:
 
     def reset(self) -> None:
         """Collective, after a failure: new windows. Handles from before do not work any more."""
-        self.dispatches = 0
+        self.agreement.meet()
+        self.life += 1
         self.local.reset()
 
     def _all_to_all(self, rows, sent, received):
