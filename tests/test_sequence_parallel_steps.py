@@ -23,6 +23,7 @@ def bad_steps(ranks):
     """One rank's input is wrong: all raise, and the group works afterwards."""
     model, group, rank = build("qwen3_5"), ranks.groups[3], ranks.rank
     good, want = batch((30, 11)), alone("qwen3_5", "two", (30, 11))
+    counted = dict(good, num_items_in_batch=int((good["labels"] != -100).sum()))
     wrong = {
         "rank 1: .*expected integers": dict(good, input_ids=good["input_ids"].float()),
         "rank 1: .*labels": dict(good, labels=good["labels"][:, :-1]),
@@ -30,11 +31,14 @@ def bad_steps(ranks):
         "rank 1: .*disagree": dict(good, cu_seq_lens_q=torch.tensor([0, 20, 41], dtype=torch.int32)),
         "input_ids differ between rank 0 and rank 1": dict(good, input_ids=good["input_ids"] + 1),
         "tokens differ .*41 and 17": batch(17),
+        "position_ids differ between": dict(good, position_ids=good["position_ids"] + 1),
+        "arguments differ between": dict(good, num_items_in_batch=7),
         "rank 1: .*no cache": dict(good, use_cache=True),
     }
     with sequence_parallel(model, group, "chain", grad_reduction="sum") as handle:
         for text, bad in wrong.items():
-            refused(lambda bad=bad: model(**(bad if rank == 1 else good)), text, group)
+            like = counted if "num_items_in_batch" in bad else good
+            refused(lambda bad=bad, like=like: model(**(bad if rank == 1 else like)), text, group)
 
         def fails_early():
             with handle.step():

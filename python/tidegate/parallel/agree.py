@@ -12,6 +12,7 @@ FACTS = (  # what must be equal on all ranks, in words for the error
     "boundaries of sequences",
     "input_ids",
     "labels",
+    "position_ids",
     "cuts of the shards",
     "data type",
     "grad mode",

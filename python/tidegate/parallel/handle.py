@@ -154,11 +154,12 @@ class SequenceParallel:
             "boundaries of sequences": fingerprint(found.cu),
             "input_ids": 0 if ids is None else fingerprint(ids.flatten().tolist()),
             "labels": 0 if labels is None else fingerprint(labels.flatten().tolist()),
+            "position_ids": fingerprint(found.positions.flatten().tolist()),
             "cuts of the shards": fingerprint(starts),
             "data type": 0 if embeds is None else 1 + _DTYPES.index(embeds.dtype),
             "grad mode": int(torch.is_grad_enabled()),
             "parameters that need gradients": fingerprint(p.requires_grad for p in self.model.parameters()),
-            "arguments": fingerprint(",".join(sorted(found.others)).encode()),
+            "arguments": fingerprint(",".join(_plain(*item) for item in sorted(found.others.items())).encode()),
             ANY: int(embeds is not None and embeds.requires_grad and torch.is_grad_enabled()),
         }
 
@@ -248,6 +249,13 @@ class SequenceParallel:
 
     def __deepcopy__(self, memo):
         return self  # a copied model computes with the same ranks
+
+
+def _plain(name, value):
+    """An argument by its name, and by its value where that is a number or a text, as num_items_in_batch is."""
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else None
+    return f"{name}={value}" if isinstance(value, (int, float, str)) else name
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
