@@ -139,6 +139,47 @@ def test_padded_prompts_with_a_static_cache(model):
     assert torch.equal(model.generate(ids, **options, **static), want)
 
 
+def four_dimensions(kind, sees):
+    """A mask [1,1,T,T] in one of the forms that models take."""
+    if kind == "bool":
+        return sees[None, None]
+    float_mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)[None, None]
+    return float_mask if kind == "float" else {"full_attention": float_mask, "linear_attention": None}
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "dict"])
+def test_masks_that_hide_samples_from_each_other(model, kind):
+    """Linear attention has no mask of four dimensions: what hides one sample from another is refused, the rest runs."""
+    ids = tiny_models.tokens(1, 20)
+    causal = torch.ones(20, 20, dtype=torch.bool).tril()
+    want = tiny_models.logits(model, ids, use_cache=False)
+    torch.testing.assert_close(
+        tiny_models.logits(model, ids, attention_mask=four_dimensions(kind, causal), use_cache=False), want
+    )
+    blocks = causal.clone()
+    blocks[10:, :10] = False
+    for given in (dict(use_cache=False), dict()):
+        with pytest.raises(PackedInputError, match=r"attention_mask\[0\]: token 11 does not see token 0, which tokens"):
+            model(ids, attention_mask=four_dimensions(kind, blocks), **given)
+    model(ids, attention_mask=four_dimensions(kind, blocks), use_cache=False, padding_free=False)
+    padded = causal.clone()  # tokens 0 to 4 are padding that sees itself alone
+    padded[:, :5] = torch.eye(20, dtype=torch.bool)[:, :5]
+    model(ids, attention_mask=four_dimensions(kind, padded), use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_k", "segment_ids", "seq_ids"])
+def test_names_that_a_model_would_drop(model, name):
+    ids, batch = batch_of((24, 40))
+    with pytest.raises(PackedInputError, match=f"{name}: a model takes boundaries as cu_seq_lens_q"):
+        model(ids, use_cache=False, **{name: batch["cu_seq_lens_q"]})
+
+
+def test_boundaries_of_another_device(model):
+    ids, batch = batch_of((24, 40))
+    with pytest.raises(PackedInputError, match="cu_seq_lens_q: expected a tensor on cpu, got one on meta"):
+        model(ids, use_cache=False, cu_seq_lens_q=batch["cu_seq_lens_q"].to("meta"))
+
+
 def test_false_is_one_sequence(model):
     ids, batch = batch_of((24, 40))
     got = tiny_models.logits(model, ids, position_ids=batch["position_ids"], padding_free=False, use_cache=False)

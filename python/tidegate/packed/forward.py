@@ -11,14 +11,13 @@ from tidegate.packed.sources import boundaries, padding_mask, unpacked_positions
 
 METADATA = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 LENGTHS = ("max_length_q", "max_length_k")
-MISTAKEN = (
-    "cu_seqlens",
-    "cu_seq_lens",
-    "cu_seqlens_q",
-)  # names of other functions, which a model would drop in silence
+# Names of other functions, which a model would drop in silence.
+MISTAKEN = ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seqlens_k", "segment_ids", "seq_ids")
 
 
 def _tensor(name, value):
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        raise PackedInputError(f"{name}: expected a tensor on cpu, got one on {value.device}")
     if value is None or isinstance(value, torch.Tensor):
         return value
     if isinstance(value, (list, tuple)):
@@ -46,16 +45,39 @@ def _refuse_cache(use_cache, past_key_values):
         raise PackedInputError(f"packed input cannot fill a cache; call with use_cache=False (got {given})")
 
 
-def _seen(mask):
-    """[B,T] out of a mask [B,1,T,keys] whose first keys are the tokens: those that any query sees. None sees padding.
+def _visible(mask):
+    """bool [B,T,T] out of a mask [B,1,T,keys] whose first keys are the tokens: which of them each query sees.
 
-    A query that sees all keys and is not the last of them does not count: some releases make such rows of padding.
+    A query that sees all keys and is not the last of them sees none: some releases make such rows of padding.
     """
     sees = (mask if mask.dtype == torch.bool else mask == 0).any(1)
     tokens, keys = sees.shape[1:]
     blank = sees.all(2)
     blank[:, keys - 1 :] = False
-    return (sees & ~blank[..., None]).any(1)[:, :tokens]
+    return (sees & ~blank[..., None])[:, :, :tokens]
+
+
+def _refuse_hidden(mask, tokens, past):
+    """A mask of four dimensions that hides from a token what earlier ones saw: samples in one row, most likely. Linear
+    attention has no such mask, so one sample would see the other."""
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention")
+    first = past is None or (hasattr(past, "get_seq_length") and int(past.get_seq_length()) == 0)
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[-1] < tokens or not first:
+        return
+    sees = _visible(mask)
+    if sees.shape[1] != tokens:
+        return
+    rows = (sees & ~torch.eye(tokens, dtype=torch.bool)).any(2)  # one that sees itself alone may be padding
+    sees = sees & rows[..., None]
+    hidden = (sees.to(torch.uint8).cummax(1).values.bool() & ~sees & rows[..., None]).nonzero()
+    if len(hidden):
+        row, query, key = hidden[0].tolist()
+        raise PackedInputError(
+            f"attention_mask[{row}]: token {query} does not see token {key}, which tokens before it see; linear "
+            "attention cannot hide it. Pass the boundaries of samples instead (cu_seq_lens_q, seq_idx, position_ids), "
+            "or padding_free=False for one sequence"
+        )
 
 
 def _real(mask, past, tokens):
@@ -69,7 +91,7 @@ def _real(mask, past, tokens):
     # With a cache they are those of generate(), which may pad. Only in the first call the keys are known to be tokens.
     if 4 not in masks or torch.compiler.is_compiling() or not hasattr(past, "get_seq_length"):
         return False, None
-    return (True, _seen(masks[4])) if int(past.get_seq_length()) == 0 else (False, None)
+    return (True, _visible(masks[4]).any(1)) if int(past.get_seq_length()) == 0 else (False, None)
 
 
 def prepare(padding_free, why_not, arguments, batch, tokens):
@@ -93,6 +115,8 @@ def prepare(padding_free, why_not, arguments, batch, tokens):
         return arguments
     if not padding_free and not named:
         flat = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        if tokens > 1 and not torch.compiler.is_compiling():
+            _refuse_hidden(mask, tokens, arguments.get("past_key_values"))
         known, real = _real(mask, arguments.get("past_key_values"), tokens) if tokens > 1 else (False, None)
         if positions is not None and known:
             arguments["position_ids"] = unpacked_positions(positions, real)
