@@ -252,3 +252,42 @@ def test_deep_copies_of_models_and_their_undo():
     assert torch.equal(tiny.logits(twin, ids), tiny.logits(patched, ids))
     assert tidegate.unpatch(twin) and not tidegate.report(twin)
     assert torch.equal(tiny.logits(on_torch(twin), ids), tiny.logits(expected, ids)) and tidegate.report(patched)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_holes_in_a_mask(family):
+    """Masked tokens between real ones are what they are in the original, also where a cache is filled."""
+    model = tiny.build(family)
+    ids = tiny.tokens(2, 40)
+    mask = torch.ones_like(ids)
+    mask[0, 10:20] = 0
+    mask[1, 30:] = 0
+    real = mask.bool()
+    want = [tiny.logits(model, ids, attention_mask=mask, use_cache=cache)[real] for cache in (False, True)]
+    with tidegate.patch(model):
+        for cache, expected in zip((False, True), want, strict=True):
+            got = tiny.logits(model, ids, attention_mask=mask, use_cache=cache)[real]
+            assert tiny.relative(got, expected) < 1e-5, cache
+
+
+@pytest.mark.parametrize("first", ["hook", "patch"])
+def test_hooks_of_the_gated_norm(first):
+    """They run, though the layer otherwise only reads the norm's weight; for prefill and for a step."""
+    stock, model = (tiny.build("qwen3_5") for _ in range(2))
+    ids = tiny.tokens(2, 12)
+    install = [lambda: tidegate.patch(model), lambda: hook(model)]
+
+    def hook(of):
+        norm = tiny.linear_layers(of)[0].norm
+        norm.register_forward_hook(lambda module, args, out: out * 0.5)
+
+    for act in install if first == "patch" else reversed(install):
+        act()
+    plain = tiny.logits(stock, ids)
+    hook(stock)
+    want = tiny.logits(stock, ids)
+    assert tiny.relative(plain, want) > 1e-2
+    assert tiny.relative(tiny.logits(model, ids), want) < 1e-5
+    options = dict(max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    got, expected = (torch.stack(m.generate(ids, **options).logits) for m in (model, stock))
+    assert tiny.relative(got, expected) < 1e-5

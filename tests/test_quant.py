@@ -246,3 +246,14 @@ def test_quantize_experts_refuses_what_it_cannot_run():
     with pytest.raises(ValueError, match="layers.1.experts: act_fn: expected SiLU"):
         tidegate.quantize_experts(model)
     assert isinstance(model.layers[0]["experts"], Experts)
+
+
+def test_the_report_of_a_patch_says_what_was_replaced():
+    model = tiny_models.build("qwen3_5_moe")
+    handle = tidegate.patch(model)
+    states = lambda: {row.status for row in handle.report().only(op="experts")}  # noqa: E731
+    assert states() == {"installed"}
+    quantised = tidegate.quantize_experts(model, keep_original=True)
+    assert states() == {"lost"}
+    quantised.undo()
+    assert states() == {"installed"}

@@ -1,7 +1,8 @@
 """The forward of a whole linear-attention layer over our operators.
 
 Projections stay modules, so LoRA, quantisation, hooks and sharding keep working; of the other parts the parameters are
-read. q and k are never repeated, gates are formed inside the delta rule, and a step of one token is one call.
+read, of the norm only if it has no hooks. q and k are never repeated, gates are formed inside the delta rule, and a
+step of one token is one call.
 """
 
 import functools
@@ -74,6 +75,10 @@ def gated_norm(layer, spec, o, z, rounding):
     return y
 
 
+def has_hooks(module):
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
 def step(layer, spec, x, conv_state, state, rounding):
     """One token of every row: conv and recurrent states of the cache are changed in place."""
     B = x.shape[0]
@@ -132,7 +137,8 @@ def prefill(layer, spec, x, cache, conv_state, state, recording, mask, cu, round
     release_conv(layer, spec.convs)
     if cache is not None and mask is not None:
         # What follows a row's last real token must not touch its states: no decay, nothing written.
-        a, b = (t.masked_fill(mask[..., None] == 0, gdn_padding.CLOSED) for t in (a, b))
+        ended = ~gdn_padding.before_end(mask)[..., None]
+        a, b = (t.masked_fill(ended, gdn_padding.CLOSED) for t in (a, b))
         window = gdn_padding.last_columns(mixed, conv_state, mask, taps)
     if head_major:
         q, k, v = y.split((HK, HK, HV), 1)
@@ -168,13 +174,15 @@ def prefill(layer, spec, x, cache, conv_state, state, recording, mask, cu, round
 
 
 @functools.cache
-def fused_forward(spec, rounding):
-    """The forward of a family's layer. rounding: that of the gated norm, or None to call the norm's module."""
+def fused_forward(spec, norm_rounding):
+    """The forward of a family's layer. norm_rounding: that of the gated norm, or None to call the norm's module."""
 
     def forward(self, hidden_states, cache_params=None, *rest, attention_mask=None, **kwargs):
         if rest:  # (attention_mask,), or (cache_position, attention_mask) in the oldest releases
             attention_mask = rest[-1]
         x, T = hidden_states, hidden_states.shape[1]
+        # Its hooks run only if the module is called.
+        rounding = None if has_hooks(getattr(self, spec.norm)) else norm_rounding
         plan = kwargs.get("sequence_parallel")
         if plan is not None:
             from tidegate.parallel import linear_attention

@@ -5,6 +5,11 @@ import torch
 CLOSED = -1e4  # as raw gate: no decay and nothing written, exactly, and finite in every float type
 
 
+def before_end(mask):
+    """[B, T]: whether a real token comes here or later. Padding in front of one is zeros, as in the original."""
+    return (mask != 0).flip(1).cummax(1).values.flip(1)
+
+
 def last_columns(mixed, before, mask, count):
     """The last `count` real columns of every row, [B, channels, count]; from `before`, or zeros, where there are fewer.
 

@@ -42,6 +42,9 @@ class ExpertsSite(registry.RegistrySite):
             module.__dict__.pop(ATTRIBUTE, None)
         return super()._remove()
 
+    def intact(self):
+        return super().intact() and bool(self._governed())  # int8 experts ask no registry
+
     def invalidate(self):
         invalidate(self.module)
 
