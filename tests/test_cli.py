@@ -112,6 +112,24 @@ def test_a_missing_folder(run, name, tmp_path):
     assert code == 2 and "no config.json" in err
 
 
+def test_an_instruction_set_that_is_not_there():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tidegate", "check", "qwen3_5"],
+        env=os.environ | {"TIDEGATE_ISA": "avx3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("tidegate: TIDEGATE_ISA: expected one of scalar, avx2")
+
+
+def test_data_without_samples(run, folder, tmp_path):
+    (tmp_path / "data.jsonl").write_text("\n\n")
+    code, _, err = run("train", folder, "--bytes", "--data", tmp_path / "data.jsonl", "--output", tmp_path / "out")
+    assert code == 2 and "has no samples" in err and "one object a line" in err
+
+
 def test_models_that_are_not_supported(run, tmp_path):
     transformers.LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "llama")
     code, _, err = run("check", tmp_path / "llama")

@@ -100,6 +100,8 @@ def check(model: torch.nn.Module, *, seed: int = 0, show: bool = True) -> Report
     Patched and original, packed and separate, padded and unpadded, with a cache and at once: logits, and gradients in
     the first two. Works on models that are not patched too, and on those of other backends: it then says what leaks.
     """
+    if not hasattr(model, "get_input_embeddings"):
+        raise TypeError(f"check: model: expected a model of Transformers, got {type(model).__name__}")
     handle = original.handle_of(model)
     with run.undisturbed(model, seed), shortened(model) as note:
         run.require_weights("check", model)

@@ -68,6 +68,11 @@ def main(arguments=None):
     except (OptionError, PackedInputError) as error:
         print(f"tidegate: {error}", file=sys.stderr)
         return USAGE
+    except ValueError as error:
+        if not str(error).startswith("TIDEGATE_ISA: "):
+            raise
+        print(f"tidegate: {error}", file=sys.stderr)
+        return USAGE
     except OSError as error:
         print(f"tidegate: {error}", file=sys.stderr)
         return MISSING

@@ -146,10 +146,11 @@ def quiet():
 
 def empty(name: str):
     """The model of a folder without memory for its weights."""
+    folder = folder_of(name, or_family=True)
     import torch
     import transformers
 
-    config = read_config(folder_of(name, or_family=True))
+    config = read_config(folder)
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)
 

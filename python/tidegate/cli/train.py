@@ -114,6 +114,8 @@ def read_samples(path: Path, tokens, length: int):
             unlabelled += 1
     if unlabelled:
         print(f"{unlabelled} samples left out: no token after the first has a label", file=sys.stderr)
+    if not samples and not unlabelled:
+        raise command.Failure(f"{path} has no samples", 'write one object a line, like {"text": "..."}')
     if not samples:
         raise command.Failure(
             f"{path} has no sample with a label after its first token",
