@@ -153,9 +153,12 @@ def test_masks_that_hide_samples_from_each_other(model, kind):
     ids = tiny_models.tokens(1, 20)
     causal = torch.ones(20, 20, dtype=torch.bool).tril()
     want = tiny_models.logits(model, ids, use_cache=False)
-    torch.testing.assert_close(
-        tiny_models.logits(model, ids, attention_mask=four_dimensions(kind, causal), use_cache=False), want
-    )
+    mask = four_dimensions(kind, causal)
+    try:
+        tiny_models.logits(tiny_models.build("qwen3_5"), ids, attention_mask=mask, use_cache=False)
+    except AttributeError as error:  # the oldest releases know no dict of masks
+        pytest.skip(f"the model itself takes no {kind} mask: {error}")
+    torch.testing.assert_close(tiny_models.logits(model, ids, attention_mask=mask, use_cache=False), want)
     blocks = causal.clone()
     blocks[10:, :10] = False
     for given in (dict(use_cache=False), dict()):

@@ -87,6 +87,8 @@ def test_unset_means_packed_only_with_metadata():
         assert error(position_ids=positions) == text + "False (one sequence)"
         assert error(position_ids=positions, attention_mask=ones) == text + "False (one sequence)"
         assert error(position_ids=positions, padding_free=None) == text + "False (one sequence)"
+    rows = torch.cat([torch.arange(T)[None], (torch.arange(T) % 24)[None]])
+    assert "the samples in one row (tidegate.pack), or padding_free=False" in error(position_ids=rows, batch=2)
     jump = torch.arange(T)[None] + 70 * (torch.arange(T) > 4)  # no restart
     assert "cu_seq_lens_q" not in prepared(position_ids=jump)
     assert prepared(cu_seq_lens_q=[0, T], position_ids=jump)["cu_seq_lens_q"].tolist() == [0] + [T] * T

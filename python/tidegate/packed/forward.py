@@ -115,13 +115,13 @@ def prepare(padding_free, why_not, arguments, batch, tokens):
         return arguments
     if not padding_free and not named:
         flat = isinstance(mask, torch.Tensor) and mask.dim() == 2
-        if tokens > 1 and not torch.compiler.is_compiling():
-            _refuse_hidden(mask, tokens, arguments.get("past_key_values"))
         known, real = _real(mask, arguments.get("past_key_values"), tokens) if tokens > 1 else (False, None)
         if positions is not None and known:
             arguments["position_ids"] = unpacked_positions(positions, real)
         elif flat and known:
             arguments["attention_mask"] = padding_mask(mask)
+        if tokens > 1 and not torch.compiler.is_compiling():
+            _refuse_hidden(mask, tokens, arguments.get("past_key_values"))
         return arguments
     if not named and positions is None:
         raise PackedInputError(

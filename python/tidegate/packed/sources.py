@@ -197,9 +197,12 @@ def unpacked_positions(position_ids, attention_mask):
         _check_values(attention_mask)
     restarts = _restarts(position_ids, attention_mask).nonzero()
     if len(restarts):
+        how = "padding_free=True (separate sequences) or "
+        if position_ids.dim() > 1 and position_ids.shape[-2] > 1:
+            how = "the samples in one row (tidegate.pack), or padding_free="
         raise PackedInputError(
             f"position_ids restart at token {int(restarts[0, -1])} but padding_free is not set. "
-            "Pass padding_free=True (separate sequences) or False (one sequence)"
+            f"Pass {how}False (one sequence)"
         )
     return position_ids.clone()  # used, so that a compiled graph keeps the check
 
