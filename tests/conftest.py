@@ -1,7 +1,13 @@
+import signal
+
 import pytest
 import torch
 
 import tidegate
+
+# Programs in the background of a script are started with Ctrl-C ignored, and so would be all that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
