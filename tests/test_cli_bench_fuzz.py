@@ -2,10 +2,12 @@
 
 import json
 import pathlib
+import types
 
 import pytest
 
 from tidegate import cli
+from tidegate.cli import fuzz
 
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "bench/results/zen3-2-cores.json"
 
@@ -56,3 +58,17 @@ def test_fuzz_wants_problems_in_its_file(run, tmp_path):
         assert code == 2 and "at least one problem, got none" in err
     code, _, err = run("fuzz", "--file", tmp_path / "nothing")
     assert code == 2 and "no such file" in err
+
+
+def test_fuzz_takes_the_instruction_set_of_the_environment(monkeypatch):
+    commands = []
+    monkeypatch.setattr(fuzz, "program", lambda: "tidegate_fuzz")
+    done = types.SimpleNamespace(returncode=0)
+    monkeypatch.setattr(fuzz.subprocess, "run", lambda command, check: commands.append(command) or done)
+    monkeypatch.setenv("TIDEGATE_ISA", "avx2")
+    for given in ([], ["--isa", "scalar"]):
+        assert cli.main(["fuzz", "--count", "1", *given]) == 0
+    monkeypatch.delenv("TIDEGATE_ISA")
+    assert cli.main(["fuzz", "--count", "1"]) == 0
+    of_environment, given, neither = commands
+    assert of_environment[-2:] == ["--isa", "avx2"] and given[-2:] == ["--isa", "scalar"] and "--isa" not in neither

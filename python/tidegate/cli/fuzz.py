@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 from tidegate.cli.command import MISSING, Failure, positive, seed
+from tidegate.options import environment
 
 NAME = "fuzz"
 HELP = "random problems for every operator against the fp64 reference, on this machine"
@@ -24,7 +25,7 @@ def add_arguments(parser):
     parser.add_argument("--seconds", type=positive, help="how long (default 30, or as long as --count takes)")
     parser.add_argument("--count", type=positive, help="how many problems")
     parser.add_argument("--seed", type=seed, default=1, help="of the problems that are drawn (default 1)")
-    parser.add_argument("--isa", help="one instruction set (default: each problem draws one that this CPU has)")
+    parser.add_argument("--isa", help="one instruction set (default: TIDEGATE_ISA, or each problem draws its own)")
     parser.add_argument("--only", help="drivers, with commas between them (default: all)")
     parser.add_argument("--line", action="append", help="run this problem; may be repeated")
     parser.add_argument("--file", type=Path, help="run the problems of a file, one a line")
@@ -56,6 +57,7 @@ def check_file(path: Path) -> None:
 def run(options):
     if options.file is not None:
         check_file(options.file)
+    options.isa = options.isa or environment("isa")
     command = [str(program()), "--seed", str(options.seed)]
     for name in ("seconds", "count", "isa", "only", "file"):
         if (value := getattr(options, name)) is not None:
