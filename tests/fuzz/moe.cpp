@@ -1,8 +1,10 @@
 // Mixture of experts: grouped products and experts.
 #include "tidegate/moe.h"
 
+#include <algorithm>
 #include <cmath>
 
+#include "base/element.h"
 #include "fuzz/drivers.h"
 
 namespace tidegate::fuzz {
@@ -75,6 +77,57 @@ Problem grouped(const Line& line) {
   return p;
 }
 
+// The gradient of down's low-rank b is dout times u = a . h. h = silu(gate) * up was rounded, and u may be a small rest
+// of its sum: so it is measured against the norm of the terms, that of the expert with the largest ones.
+double down_b_terms(const std::vector<Part>& in, const MoeExpertsOptions& o) {
+  const auto at = [&](std::size_t part, auto... index) {
+    const TensorView t = in[part].tensor.view();
+    return read_element(t, offset_of(t, index...));
+  };
+  constexpr std::size_t kX = 0, kIds = 1, kWeights = 2, kGateUp = 3, kA = 9, kB = 10, kDownA = 11, kDout = 13;
+  const Sizes x = in[kX].tensor.sizes(), ids = in[kIds].tensor.sizes(), a = in[kDownA].tensor.sizes();
+  const std::int64_t H = x[1], rank = a[1], I = a[2];
+  std::vector<double> of_expert(static_cast<std::size_t>(a[0]));
+  for (std::int64_t t = 0; t < x[0]; ++t) {
+    double dout = 0.0;
+    for (std::int64_t c = 0; c < H; ++c) {
+      dout = std::max(dout, std::abs(at(kDout, t, c)));
+    }
+    for (std::int64_t k = 0; k < ids[1]; ++k) {
+      const auto e = static_cast<std::int64_t>(at(kIds, t, k));
+      if (e < 0) {
+        continue;
+      }
+      std::vector<double> u(static_cast<std::size_t>(rank)), terms(u.size());
+      for (std::int64_t q = 0; q < rank; ++q) {
+        for (std::int64_t c = 0; c < H; ++c) {
+          u[static_cast<std::size_t>(q)] += o.gate_up_lora_scale * at(kA, e, q, c) * at(kX, t, c);
+        }
+      }
+      const auto product = [&](std::int64_t n) {
+        double sum = 0.0;
+        for (std::int64_t c = 0; c < H; ++c) {
+          sum += (o.weight_axes == WeightAxes::kNK ? at(kGateUp, e, n, c) : at(kGateUp, e, c, n)) * at(kX, t, c);
+        }
+        for (std::int64_t q = 0; q < rank; ++q) {
+          sum += at(kB, e, n, q) * u[static_cast<std::size_t>(q)];
+        }
+        return sum;
+      };
+      for (std::int64_t i = 0; i < I; ++i) {
+        const double gate = product(o.interleaved ? 2 * i : i), up = product(o.interleaved ? 2 * i + 1 : I + i);
+        const double h = gate / (1.0 + std::exp(-gate)) * up;
+        for (std::int64_t q = 0; q < rank; ++q) {
+          terms[static_cast<std::size_t>(q)] += std::pow(at(kDownA, e, q, i) * h, 2);
+        }
+      }
+      const double factor = o.down_lora_scale * at(kWeights, t, k) * dout;
+      of_expert[static_cast<std::size_t>(e)] += factor * factor * *std::max_element(terms.begin(), terms.end());
+    }
+  }
+  return std::sqrt(*std::max_element(of_expert.begin(), of_expert.end()));
+}
+
 Problem experts(const Line& line) {
   Random random = numbers(line);
   const std::int64_t T = line.size("T", 0), H = line.size("H"), I = line.size("I"), E = line.size("E");
@@ -125,6 +178,7 @@ Problem experts(const Line& line) {
   }
   // Additions of 0.75 and 1.5 times the size of the weights make gate and up 1.25 times as large each, and y 1.8 times.
   const double grown = rank > 0 ? 1.25 * 1.25 * 1.8 : 1.0;
+  const double down_b = rank > 0 ? std::max(kTerm, down_b_terms(p.in, options)) : 0.0;
   for (const std::size_t i : {0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}) {  // all inputs but ids
     const double rounding = std::max(test::stored(dtype, 0.0), test::stored(weight_type, 0.0));
     // The gradients of routing weights are sums over H of products of about 1, those of low-rank factors products with
@@ -134,6 +188,7 @@ Problem experts(const Line& line) {
                         : i == 8  ? 0.25 / root(H)
                         : i == 9  ? kTerm * grown * root(std::max<std::int64_t>(rank, 1)) / root(2 * I)
                         : i == 11 ? kTerm * grown * root(std::max<std::int64_t>(rank, 1)) / root(H)
+                        : i == 12 ? down_b
                         : i > 8   ? kTerm
                                   : 0.0;
     p.out.push_back({"d" + p.in[i].name, test::like(p.in[i].tensor), Span::kWhole, 0, inside, size,
