@@ -54,7 +54,7 @@ def _assert(got, whole, part):
         logits, loss, found, terms = whole(dtype)
         return logits, loss, part(found), terms
 
-    assert_same(got, own(torch.float32), lambda: own(torch.float64))
+    assert_same(got, own(torch.float32), lambda: own(torch.float64), strict=False)  # experts' rows in another order
 
 
 def everything(found):

@@ -10,7 +10,7 @@ from tidegate.errors import PackedInputError, SequenceParallelError
 from tidegate.parallel import choice, sequence_parallel
 from tidegate.parallel.inputs import read
 from tidegate.parallel.link import group_of
-from tidegate.parallel.plan import SpPlan, split
+from tidegate.parallel.plan import GRID, SpPlan, split
 
 
 def plans(starts, cu):
@@ -42,10 +42,24 @@ def test_parts_take_many_short_sequences_in_one_call():
     ]
 
 
-def test_long_shards_begin_on_the_grid_of_their_sequence():
-    assert split((0, 41), 2) == (0, 20, 41)
-    assert split((0, 1000), 3) == (0, 320, 640, 1000)
+def test_shards_begin_on_the_grid_of_their_sequence():
+    assert split((0, 41), 2) == (0, 32, 41)
+    assert split((0, 40), 4) == (0, 0, 32, 32, 40)
+    assert split((0, 1000), 3) == (0, 320, 672, 1000)
     assert split((0, 100, 1200), 2) == (0, 100 + 512, 1200)
+    assert split((0, 30, 41), 3) == (0, 0, 30, 41)  # where the sequence ends, not 32: that is no place of the next one
+    assert split((0, 7, 7, 7), 2) == (0, 0, 7) and split((0, 0), 3) == (0, 0, 0, 0)
+
+
+def test_starts_move_by_half_a_step_at_most():
+    for lengths in ([1] * 90, [33, 0, 64, 5, 200], [1000], [31, 32, 33] * 4):
+        cu = [0]
+        for length in lengths:
+            cu.append(cu[-1] + length)
+        for ranks in (1, 2, 3, 4, 7):
+            starts = split(cu, ranks)
+            assert list(starts) == sorted(starts) and (starts[0], starts[-1], len(starts)) == (0, cu[-1], ranks + 1)
+            assert all(abs(start - cu[-1] * r // ranks) <= GRID // 2 for r, start in enumerate(starts))
 
 
 COSTS = choice.Costs(latency=1e-4, byte=1e-9, token=5e-5)

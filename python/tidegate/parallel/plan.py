@@ -13,18 +13,22 @@ from typing import NamedTuple
 
 import torch
 
-GRID = 64  # shards of long sequences begin at multiples of it: chunks then lie as in one process
+GRID = 32  # shards begin at multiples of it in the sequence that they cut: chunks then lie as in one process
+GROUP_TOKENS = 64  # of a shard, for every group of heads that a chain takes apart
 
 
 def split(cu, ranks):
-    """Starts of nearly equal shards. Shards of at least 4 grid steps begin on the grid of the sequence they cut."""
+    """Starts of nearly equal shards, each on the grid of the sequence that it cuts, or where one begins.
+
+    A start moves by half a step at most, and so a rank of a very short row may get nothing: in exchange the ranks
+    round as one process does.
+    """
     tokens = cu[-1]
     starts = [tokens * r // ranks for r in range(ranks + 1)]
-    if tokens < 4 * GRID * ranks:
-        return tuple(starts)
-    for r in range(1, ranks):
-        first = cu[bisect.bisect_right(cu, starts[r]) - 1]
-        starts[r] = min(first + round((starts[r] - first) / GRID) * GRID, tokens)
+    for r in range(1, ranks if tokens > 0 else 1):
+        sequence = bisect.bisect_right(cu, starts[r]) - 1
+        first, last = cu[sequence], cu[sequence + 1]
+        starts[r] = min(first + round((starts[r] - first) / GRID) * GRID, last)
     return tuple(starts)
 
 
@@ -187,7 +191,7 @@ class SpPlan:
     def groups(self, heads: int) -> list[tuple[int, int]]:
         """Ranges of heads that a chain handles one after the other: while one rank computes a group, the next rank
         computes the group before it. Short shards take fewer, so that calls do not become tiny."""
-        count = min(heads, max(self.tokens // self.ranks // GRID, 1)) if self.straddles else 1
+        count = min(heads, max(self.tokens // self.ranks // GROUP_TOKENS, 1)) if self.straddles else 1
         return shares(heads, count)
 
 
