@@ -40,7 +40,8 @@ def equal_runs(family, heads, kind, size, mode, attention, ranks):
     with sequence_parallel(model, ranks.groups[size], mode, attention=attention, grad_reduction="sum") as handle:
         got = together(handle, model, batch(kind))
     if ranks.rank == 0:  # the others need not know
-        strict = family != "olmo_hybrid"  # one process is 5e-6 from fp64, three times as far as the others
+        # One process of OLMo Hybrid is 5e-6 from fp64. Qwen3.5-MoE is within 1e-6 on AVX-512, and at 1.3e-6 on AVX2.
+        strict = family not in ("olmo_hybrid", "qwen3_5_moe")
         assert_same(got, alone(family, heads, kind), lambda: alone(family, heads, kind, torch.float64), strict)
 
 
@@ -72,7 +73,9 @@ def length_that_does_not_divide(ranks):
 
 
 def padded_batches(ranks):
-    model, ids = build("qwen3_5"), tiny.tokens(3, 24)
+    """In fp64, where nothing but a mistake is visible: in fp32 one process with padding has other chunks than ranks
+    without it. The loss itself is fp32 in Transformers."""
+    model, ids = build("qwen3_5", dtype=torch.float64), tiny.tokens(3, 24)
     mask = torch.ones_like(ids)
     mask[0, :7], mask[2, 15:] = 0, 0
     labels = ids.masked_fill(mask == 0, -100)
@@ -80,11 +83,13 @@ def padded_batches(ranks):
     given = dict(input_ids=ids, labels=labels, attention_mask=mask)
 
     want = one_process(model, given, mask.bool())
-    with sequence_parallel(model, ranks.groups[3], "chain", grad_reduction="sum") as handle:
-        logits, loss, found = together(handle, model, given)
-        logits = handle.restore(logits)
-    exact = functools.partial(one_process, build("qwen3_5", dtype=torch.float64), given, mask.bool())
-    assert_same((logits[mask.bool()], loss, found), want, exact)
+    for mode in ("chain", "scan"):
+        with sequence_parallel(model, ranks.groups[3], mode, grad_reduction="sum") as handle:
+            logits, loss, found = together(handle, model, given)
+            logits = handle.restore(logits)[mask.bool()]
+        assert distance(logits, want[0]) <= 1e-12 and abs(float(loss - want[1])) <= LIMIT * float(want[1])
+        assert found.keys() == want[2].keys()
+        assert all(distance(found[name], want[2][name]) <= 1e-12 for name in found)
 
 
 def partly_frozen(ranks):
