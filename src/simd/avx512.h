@@ -177,6 +177,15 @@ TIDEGATE_INLINE void store_quad(bf16* to, __m128i a, __m128i b, __m128i c, __m12
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to) + 1, _mm256_inserti128_si256(_mm256_castsi128_si256(c), d, 1));
 }
+// Four neighbouring quads of each of four rows to the four vectors of quads that they make.
+TIDEGATE_INLINE void turn_quads(Bf16Pairs (&r)[4]) {
+  const __m512i low = _mm512_shuffle_i32x4(r[0].v, r[1].v, 0x44), low2 = _mm512_shuffle_i32x4(r[2].v, r[3].v, 0x44);
+  const __m512i high = _mm512_shuffle_i32x4(r[0].v, r[1].v, 0xee), high2 = _mm512_shuffle_i32x4(r[2].v, r[3].v, 0xee);
+  r[0].v = _mm512_shuffle_i32x4(low, low2, 0x88);
+  r[1].v = _mm512_shuffle_i32x4(low, low2, 0xdd);
+  r[2].v = _mm512_shuffle_i32x4(high, high2, 0x88);
+  r[3].v = _mm512_shuffle_i32x4(high, high2, 0xdd);
+}
 // The same four pairs in every quarter.
 TIDEGATE_INLINE Bf16Pairs set1_quad(const bf16* p) { return {_mm512_broadcast_i32x4(load_quad(p))}; }
 TIDEGATE_INLINE void store_pairs(bf16* p, Bf16Pairs a) { _mm512_storeu_si512(p, a.v); }

@@ -37,8 +37,18 @@ inline void pack_quads(const bf16* const* rows, int64_t row_count, int64_t begin
     const auto row = [&](int64_t r) { return rows[r < row_count ? r : row_count - 1] + begin; };
     const int64_t r = 4 * (first + v);
     const bf16 *a = row(r), *b = row(r + 1), *c = row(r + 2), *d = row(r + 3);
+    const bf16* const later[4] = {row(r + 4), row(r + 5), row(r + 6), row(r + 7)};  // rows lie anywhere
     bf16* to = panel + v * 2 * kLanes;
     int64_t i = 0;
+    for (; i + kLine <= n; i += kLine) {
+      Bf16Pairs q[4] = {load_pairs(a + i), load_pairs(b + i), load_pairs(c + i), load_pairs(d + i)};
+      turn_quads(q);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j, to += V * 2 * kLanes) {
+        prefetch(later[j] + i);
+        store_pairs(to, q[j]);
+      }
+    }
     for (; i + kQuad <= n; i += kQuad, to += V * 2 * kLanes) {
       store_quad(to, load_quad(a + i), load_quad(b + i), load_quad(c + i), load_quad(d + i));
     }
@@ -59,11 +69,16 @@ struct QuadSums {
   bool fresh;
 };
 
-// Weights of a later tile, asked for line by line as this one goes on.
+// What is asked for line by line as a tile goes on; `next`: elements from its weight to that of the next tile. A tile
+// that is alone with its columns asks for them kNear inner indices ahead, beyond their ends for the next tile's: the
+// 128 lines of eight columns are what memory has under way at a time while one core reads as fast as it can. They go
+// into the first cache, because they are wanted at once. Of several tiles that share columns each takes longer than
+// memory does, and asks for columns [first, last) of the next ones.
+constexpr int64_t kNear = 512;
 struct QuadsAhead {
-  const bf16* weight;
-  int64_t step;
-  int64_t columns;
+  int64_t next;
+  bool near;
+  int64_t first, last;
 };
 
 // Four rows of four columns, from the sums of a quad of rows with each of them.
@@ -114,8 +129,16 @@ inline void quad_tile(const bf16* panel, const bf16* weight, int64_t step, int64
   };
   int64_t i = 0;
   for (; i + kLine <= n; i += kLine) {
-    for (int64_t c = 0; c < ahead.columns; ++c) {
-      prefetch_far(ahead.weight + c * ahead.step + i);
+    if (ahead.near) {
+      const int64_t at = i + kNear < n ? i + kNear : ahead.next + i + kNear - n;
+#pragma GCC unroll 8
+      for (int c = 0; c < kQuadColumns; ++c) {
+        prefetch(w[c] + at);
+      }
+    } else {
+      for (int64_t c = ahead.first; c < ahead.last; ++c) {
+        prefetch_far(weight + ahead.next + c * step + i);
+      }
     }
     add(i);
     add(i + kQuad);
@@ -174,13 +197,15 @@ inline void quad_block(const Block& b) {
     float* partial = b.room + kQuadPanels;
     for (int64_t c = 0; c < b.columns; c += kQuadColumns) {
       const int64_t rest = b.columns - c - kQuadColumns;
-      const bf16* next = rest > 0 ? weight + (c + kQuadColumns) * step : static_cast<const bf16*>(b.later);
-      const int64_t asked = next == nullptr ? 0 : rest > 0 && rest < kQuadColumns ? rest : kQuadColumns;
+      const int64_t asked = rest > 0 && rest < kQuadColumns ? rest : kQuadColumns;
+      const bf16* tile_weight = weight + c * step + begin;
+      int64_t next = kQuadColumns * step;
+      if (rest <= 0) {
+        next = b.later == nullptr ? 0 : static_cast<const bf16*>(b.later) + begin - tile_weight;
+      }
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t first = all * g / groups, V = all * (g + 1) / groups - first;
-        const int64_t from = asked * g / groups;
-        const QuadsAhead ahead = {asked > 0 ? next + from * step + begin : nullptr, step,
-                                  asked * (g + 1) / groups - from};
+        const QuadsAhead ahead = {next, groups == 1 && count >= kNear, asked * g / groups, asked * (g + 1) / groups};
         const QuadSums s = {partial,
                             begin == 0,
                             begin + count >= b.inner,
@@ -190,7 +215,7 @@ inline void quad_block(const Block& b) {
                             b.columns - c,
                             !b.accumulate};
         const auto tile = [&](int64_t, auto vectors) {
-          quad_tile<decltype(vectors)::value>(panels + first * size, weight + c * step + begin, step, count, ahead, s);
+          quad_tile<decltype(vectors)::value>(panels + first * size, tile_weight, step, count, ahead, s);
         };
         one_tile<kQuadVectors>(0, V, tile);
         partial += kQuadColumns * V * kLanes;

@@ -8,6 +8,30 @@ namespace {
 
 using namespace grouped_matmul;
 
+// gate, up and silu(gate) * up of a task, block by block of its columns. `after`: the first weight of the next task.
+void run_task(const Plan& p, const Set& s, const BlockTasks::Task& t, const void* after) {
+  Scratch own;
+  float* room = own.floats(grouped_matmul_kernels_for(active_isa()).room_floats);
+  const std::int64_t end = t.column + t.columns;
+  BlockTasks::Task part = t;
+  for (; part.column < end; part.column += kBlockColumns) {
+    part.columns = std::min(kBlockColumns, end - part.column);
+    const std::int64_t next = part.column + kBlockColumns;
+    Scratch block;
+    const HiddenBlock h = hidden_place(s, part, block);
+    hidden_block(p, s, part, h, room, next < end ? s.gate.at(t.group, next, 0) : after, part.column > t.column);
+    Activation v{};
+    v.gate = h.gate;
+    v.up = h.up;
+    v.rows = t.rows;
+    v.columns = part.columns;
+    v.pitch = h.pitch;
+    v.a = s.a + (t.row * s.width() + part.column) * p.bytes;
+    v.a_row = s.width();
+    moe_experts_kernels_for(active_isa()).forward[p.type](v);
+  }
+}
+
 // Rows of pairs that are not routed: what is kept for a backward has no leftovers of the memory it lies in.
 void clear_unrouted(const Plan& p) {
   const Set& s = p.routed;
@@ -21,11 +45,9 @@ void clear_unrouted(const Plan& p) {
 }  // namespace
 
 void forward(const Plan& p, const TensorView& out, Scratch& scratch) {
-  const BlockTasks routed(p.routed.offsets, p.routed.groups, p.routed.width(), scratch);
-  const BlockTasks shared(p.shared.offsets, p.shared.groups, p.has_shared ? p.shared.width() : 0, scratch);
+  const BlockTasks routed(p.routed.offsets, p.routed.groups, p.routed.width(), scratch, true);
+  const BlockTasks shared(p.shared.offsets, p.shared.groups, p.has_shared ? p.shared.width() : 0, scratch, true);
   const std::int64_t blocks = routed.count() + shared.count();
-  const grouped_matmul::Kernels& products = grouped_matmul_kernels_for(active_isa());
-  const auto activate = moe_experts_kernels_for(active_isa()).forward[p.type];
   clear_unrouted(p);
   narrow_x(p, p.routed, scratch);
   parallel_for(blocks + gate_tasks(p), [&](std::int64_t i) {
@@ -33,26 +55,16 @@ void forward(const Plan& p, const TensorView& out, Scratch& scratch) {
       run_gate_task(p, i - blocks);
       return;
     }
-    const Set& s = i < routed.count() ? p.routed : p.shared;
-    const BlockTasks::Task t = i < routed.count() ? routed[i] : shared[i - routed.count()];
-    Scratch own;
-    const HiddenBlock h = hidden_place(s, t, own);
-    float* room = own.floats(products.room_floats);
-    const void* later = nullptr;
+    const void* after = nullptr;
     if (i + 1 < routed.count()) {
       const BlockTasks::Task next = routed[i + 1];
-      later = p.routed.gate.at(next.group, next.column, 0);
+      after = p.routed.gate.at(next.group, next.column, 0);
     }
-    hidden_block(p, s, t, h, room, later);
-    Activation v{};
-    v.gate = h.gate;
-    v.up = h.up;
-    v.rows = t.rows;
-    v.columns = t.columns;
-    v.pitch = h.pitch;
-    v.a = s.a + (t.row * s.width() + t.column) * p.bytes;
-    v.a_row = s.width();
-    activate(v);
+    if (i < routed.count()) {
+      run_task(p, p.routed, routed[i], after);
+    } else {
+      run_task(p, p.shared, shared[i - routed.count()], nullptr);
+    }
   });
   narrow_hidden(p, p.routed, scratch);
   collect(

@@ -70,9 +70,9 @@ inline HiddenBlock hidden_place(const Set& s, const grouped_matmul::BlockTasks::
   return {own.floats(size), own.floats(size), grouped_matmul::kBlockColumns};
 }
 
-// Computes them, with their additions. later: the weight of the next block, or null.
+// Computes them, with their additions. later: the weight of the next block, or null. same_rows: as in the block before.
 inline void hidden_block(const Plan& p, const Set& s, const grouped_matmul::BlockTasks::Task& t, const HiddenBlock& h,
-                         float* room, const void* later = nullptr) {
+                         float* room, const void* later = nullptr, bool same_rows = false) {
   const Weights* weights[] = {&s.gate, &s.up};
   float* to[] = {h.gate, h.up};
   const LowRank& l = s.hidden_lora;
@@ -81,9 +81,9 @@ inline void hidden_block(const Plan& p, const Set& s, const grouped_matmul::Bloc
     // gate and up of a shared expert may be unlike, and then their products pack rows differently, or not at all; an
     // addition uses the room for itself.
     const bool alike = s.gate.type == s.up.type && s.gate.row == s.up.row && s.gate.column == s.up.column;
-    const bool same_rows = i == 1 && alike && l.rank == 0;
-    multiply({*weights[i], t.group, t.column, t.columns, false, next, same_rows}, s.x_rows + t.row, p.type, t.rows,
-             to[i], h.pitch, false, room);
+    const bool packed = (i == 1 || same_rows) && alike && l.rank == 0;
+    multiply({*weights[i], t.group, t.column, t.columns, false, next, packed}, s.x_rows + t.row, p.type, t.rows, to[i],
+             h.pitch, false, room);
     if (l.rank > 0) {
       widen({l.b[i], t.group, t.column, t.columns, false}, l.u, l.rank, t.row, t.rows, to[i], h.pitch, room);
     }
