@@ -47,10 +47,13 @@ inline void pack_int8_quads(const int8_t* const* rows, int64_t row_count, int64_
   }
 }
 
-// Weights of a later tile, asked for line by line as this one goes on.
+// What is asked for line by line as a tile goes on, as in grouped_matmul/quads.kernel.h. `next`: bytes from its weight
+// to that of the next tile.
+constexpr int64_t kNearBytes = 1024;
 struct QuadsAhead {
-  const int8_t* weight;
-  int64_t step, columns;
+  int64_t next;
+  bool near;
+  int64_t first, last;
 };
 
 // sums[r * kInt8Panel + c] of 4 V rows and 8 columns; columns that are missing repeat the last one.
@@ -84,8 +87,16 @@ inline void int8_quad_tile(const uint8_t* quads, int64_t size, const int8_t* wei
   };
   int64_t i = 0;
   for (; i + kLineBytes <= n; i += kLineBytes) {
-    for (int64_t c = 0; c < ahead.columns; ++c) {
-      prefetch_far(ahead.weight + c * ahead.step + i);
+    if (ahead.near) {
+      const int64_t at = i + kNearBytes < n ? i + kNearBytes : ahead.next + i + kNearBytes - n;
+#pragma GCC unroll 8
+      for (int c = 0; c < kQuadColumns; ++c) {
+        prefetch(w[c] + at);
+      }
+    } else {
+      for (int64_t c = ahead.first; c < ahead.last; ++c) {
+        prefetch_far(weight + ahead.next + c * step + i);
+      }
     }
     add(i);
     add(i + kQuadBytes);
@@ -123,14 +134,16 @@ inline void int8_quad_sums(const uint8_t* quads, int64_t row_count, const int8_t
   const int64_t groups = (all + kQuadVectors - 1) / kQuadVectors;
   for (int64_t c = 0; c < columns; c += kQuadColumns) {
     const int64_t rest = columns - c - kQuadColumns;
-    const int8_t* later = rest > 0 ? weight + (c + kQuadColumns) * step : next;
+    const int8_t* tile_weight = weight + c * step;
+    const int64_t later = rest > 0 ? kQuadColumns * step : next - tile_weight;
     const int64_t asked = rest > 0 && rest < kQuadColumns ? rest : kQuadColumns;
     for (int64_t g = 0; g < groups; ++g) {
-      const int64_t first = all * g / groups, from = asked * g / groups;
-      const QuadsAhead ahead = {later + from * step, step, asked * (g + 1) / groups - from};
+      const int64_t first = all * g / groups;
+      const QuadsAhead ahead = {later, groups == 1 && width >= kNearBytes, asked * g / groups,
+                                asked * (g + 1) / groups};
       const auto tile = [&](int64_t, auto vectors) {
-        int8_quad_tile<decltype(vectors)::value>(quads + first * size, size, weight + c * step, step, columns - c,
-                                                 width, ahead, sums + 4 * first * kInt8Panel + c);
+        int8_quad_tile<decltype(vectors)::value>(quads + first * size, size, tile_weight, step, columns - c, width,
+                                                 ahead, sums + 4 * first * kInt8Panel + c);
       };
       one_tile<kQuadVectors>(0, all * (g + 1) / groups - first, tile);
     }
