@@ -196,12 +196,18 @@ TIDEGATE_INLINE F32 sum_quads(F32 a0, F32 a1, F32 a2, F32 a3) {
   const __m512d l = _mm512_castps_pd(low), h = _mm512_castps_pd(high);
   return {_mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(l, h)), _mm512_castpd_ps(_mm512_unpackhi_pd(l, h)))};
 }
-// The quarters of a vector to four rows, `pitch` apart.
-TIDEGATE_INLINE void store_quarters(float* to, int64_t pitch, F32 a) {
+// The first quarters of a vector to as many rows, at most four, `pitch` apart.
+TIDEGATE_INLINE void store_quarters(float* to, int64_t pitch, F32 a, int64_t rows = 4) {
   _mm_storeu_ps(to, _mm512_castps512_ps128(a.v));
-  _mm_storeu_ps(to + pitch, _mm512_extractf32x4_ps(a.v, 1));
-  _mm_storeu_ps(to + 2 * pitch, _mm512_extractf32x4_ps(a.v, 2));
-  _mm_storeu_ps(to + 3 * pitch, _mm512_extractf32x4_ps(a.v, 3));
+  if (rows > 1) {
+    _mm_storeu_ps(to + pitch, _mm512_extractf32x4_ps(a.v, 1));
+  }
+  if (rows > 2) {
+    _mm_storeu_ps(to + 2 * pitch, _mm512_extractf32x4_ps(a.v, 2));
+  }
+  if (rows > 3) {
+    _mm_storeu_ps(to + 3 * pitch, _mm512_extractf32x4_ps(a.v, 3));
+  }
 }
 // Lane i: the pair (even[i], odd[i]). Both are exact in bf16.
 TIDEGATE_INLINE Bf16Pairs zip(F32 even, F32 odd) {

@@ -85,8 +85,8 @@ struct QuadsAhead {
 TIDEGATE_INLINE void store_quads(F32 a, F32 b, F32 c, F32 d, float* out, int64_t pitch, int64_t rows, int64_t columns,
                                  bool fresh) {
   const F32 total = sum_quads(a, b, c, d);
-  if (fresh && rows >= 4 && columns >= 4) {
-    store_quarters(out, pitch, total);
+  if (fresh && columns >= 4) {
+    store_quarters(out, pitch, total, rows);
     return;
   }
   float sums[kLanes];
