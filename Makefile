@@ -9,7 +9,7 @@ PEERS ?= .venv-peers
 # What users of the patch layer have; `make test` without them skips the tests that build models.
 # Not transformers[kernels]: the newest release may want a `kernels` that is not published yet.
 MODELS ?= transformers kernels peft accelerate safetensors
-RESULTS ?= bench/results/zen4-2-cores.json
+RESULTS ?= bench/results/zen5-2-cores.json
 RELEASES := 5.2.0 5.9.0 5.14.1 5.15.0 5.20.2 5.22.2 newest
 PY := $(VENV)/bin/python
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the table of README.md and docs/numbers.md from a result file of bench/run.py.
 
-    python bench/tables.py                      # from bench/results/zen4-2-cores.json
+    python bench/tables.py                      # from bench/results/zen5-2-cores.json
     python bench/tables.py --check              # exit code 1 if the files do not show what the results say
 
 Needs no torch: what is shown is what was measured, with its machine and versions.
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench/results/zen4-2-cores.json"
+RESULTS = ROOT / "bench/results/zen5-2-cores.json"
 # What a reader of the first screen wants to know, and of which sizes.
 README = {
     "P1": ("delta rule, prefill", "4096 tokens, 16/32 heads of 128"),
