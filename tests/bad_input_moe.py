@@ -259,6 +259,7 @@ LINEAR = [
             (op, "weight", grown("weight", 1), ValueError, "weight: expected [N, 8], got [6, 9]"),
             (op, "weight", nested("weight"), ValueError, "weight: expected [N, 8], got [1, 6, 8]"),
             (op, "weight", as_type("weight", torch.float64), TypeError, "weight: expected dtype"),
+            (op, "weight", lambda g: g["weight"].repeat(2, 2)[::2, ::2], ValueError, f"{op}: weight: expected stride"),
         )
     ],
     ("linear_fwd", "bias", grown("bias", 0), ValueError, "bias: expected [6], got [7]"),
@@ -267,6 +268,7 @@ LINEAR = [
     ("linear_bwd", "dy", grown("dy", 0), ValueError, "dy: expected"),
     ("linear_bwd", "dy", as_type("dy", HALF), TypeError, "dy: expected dtype"),
     ("linear_bwd", "needs", "all", TypeError, "needs: expected type int"),
+    ("linear_bwd", "needs", 8, ValueError, "linear_bwd: needs: expected 0 to 7"),
 ]
 
 ROWS = [*ROUTE, *ROUTING, *MATMUL, *EXPERTS, *INT8, *LINEAR]

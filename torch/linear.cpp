@@ -53,6 +53,8 @@ TensorView one_group(const std::int64_t& rows) {
 
 TensorView matrix(std::string_view op, const TensorView& weight, std::int64_t K) {
   check(weight.rank == 2 && weight.size(1) == K, op, ": weight: expected [N, ", K, "], got ", Shape{weight});
+  check(weight.numel() == 0 || weight.stride(0) == 1 || weight.stride(1) == 1 || weight.size(0) == 1 || K == 1, op,
+        ": weight: expected stride 1 in one of its dimensions, got ", weight.stride(0), " and ", weight.stride(1));
   return only(weight);
 }
 
@@ -89,6 +91,7 @@ Tensor linear_fwd(Tensor x, Tensor weight, Optional bias) {
 // needs: 1 dx, 2 dweight, 4 dbias.
 std::tuple<Tensor, Tensor, Tensor> linear_bwd(Tensor dy, Tensor x, Tensor weight, std::int64_t needs) {
   constexpr std::string_view op = "linear_bwd";
+  check(needs >= 0 && needs < 8, op, ": needs: expected 0 to 7 (a bit for every result), got ", needs);
   const TensorView given = view(op, "x", x);
   std::vector<std::int64_t> sizes(given.sizes, given.sizes + given.rank);
   const TensorView dyv = rows_of(op, "dy", dy), xv = rows_of(op, "x", x);

@@ -121,7 +121,7 @@ void mrope_cos_sin(const TensorView& position_ids, const TensorView& inv_freq, c
     const std::int64_t t = token % T;
     for (std::int64_t i = 0; i < half; ++i) {
       std::int64_t axis = i % 3;
-      if (axis != 0 && i >= 3 * section[axis]) {
+      if (axis != 0 && i / 3 >= section[axis]) {
         axis = 0;
       }
       const std::int64_t at =
