@@ -18,6 +18,7 @@
 #include <simde/x86/avx512/or.h>
 #include <simde/x86/avx512/set1.h>
 #include <simde/x86/avx512/setzero.h>
+#include <simde/x86/avx512/shuffle.h>
 #include <simde/x86/avx512/slli.h>
 #include <simde/x86/avx512/sqrt.h>
 #include <simde/x86/avx512/srli.h>
