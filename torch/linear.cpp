@@ -54,7 +54,8 @@ TensorView one_group(const std::int64_t& rows) {
 TensorView matrix(std::string_view op, const TensorView& weight, std::int64_t K) {
   check(weight.rank == 2 && weight.size(1) == K, op, ": weight: expected [N, ", K, "], got ", Shape{weight});
   check(weight.numel() == 0 || weight.stride(0) == 1 || weight.stride(1) == 1 || weight.size(0) == 1 || K == 1, op,
-        ": weight: expected stride 1 in one of its dimensions, got ", weight.stride(0), " and ", weight.stride(1));
+        ": weight: expected stride 1 in one of the last two dimensions, got ", weight.stride(0), " and ",
+        weight.stride(1));
   return only(weight);
 }
 

@@ -87,14 +87,17 @@ def linear_shapes(op, x, weight, bias=None, dy=None, **_options):
 
 
 def linear_fwd(x, weight, bias=None):
+    one_step("linear_fwd", "weight", weight)
     y = x.to(wide(x)) @ weight.to(wide(x)).T
     return (y if bias is None else y + bias.to(y.dtype)).to(x.dtype)
 
 
 def linear_bwd(dy, x, weight, needs=7):
+    check_needs("linear_bwd", needs, 3)
+    one_step("linear_bwd", "weight", weight)
     rows, d = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     groups = torch.tensor([len(rows)])
-    dx, dweight, dbias = grouped_matmul_bwd(d, rows, weight[None], groups, needs=needs & 7)
+    dx, dweight, dbias = grouped_matmul_bwd(d, rows, weight[None], groups, needs=needs)
     nothing = weight.new_empty(0)
     dx = dx.view(x.shape) if needs & 1 else x.new_empty(0)
     return dx, dweight[0] if needs & 2 else nothing, dbias[0] if needs & 4 else nothing
