@@ -164,50 +164,49 @@ TIDEGATE_INLINE F32 dot(F32 acc, Bf16Pairs a, Bf16Pairs b) {
 }
 
 #if TIDEGATE_ISA_ID == 4
-// Quads: a vector holds four pairs of each of four rows, a row a quarter. Rows whose inner index runs along memory
-// become factors of dot() that way without a single shuffle.
-TIDEGATE_INLINE __m128i load_quad(const bf16* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
-// The first n < 8 elements, then zeros.
-TIDEGATE_INLINE __m128i load_quad_n(const bf16* p, int64_t n) {
-  return _mm256_castsi256_si128(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+// The first n < 32 elements, then zeros.
+TIDEGATE_INLINE Bf16Pairs load_pairs_n(const bf16* p, int64_t n) {
+  return {_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1u << n) - 1u), p)};
 }
-// Four rows to memory as a vector of quads: two halves, since insertions on the way in are faster than shuffles of 512
-// bits.
-TIDEGATE_INLINE void store_quad(bf16* to, __m128i a, __m128i b, __m128i c, __m128i d) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to) + 1, _mm256_inserti128_si256(_mm256_castsi128_si256(c), d, 1));
-}
-// Four neighbouring quads of each of four rows to the four vectors of quads that they make.
-TIDEGATE_INLINE void turn_quads(Bf16Pairs (&r)[4]) {
-  const __m512i low = _mm512_shuffle_i32x4(r[0].v, r[1].v, 0x44), low2 = _mm512_shuffle_i32x4(r[2].v, r[3].v, 0x44);
-  const __m512i high = _mm512_shuffle_i32x4(r[0].v, r[1].v, 0xee), high2 = _mm512_shuffle_i32x4(r[2].v, r[3].v, 0xee);
-  r[0].v = _mm512_shuffle_i32x4(low, low2, 0x88);
-  r[1].v = _mm512_shuffle_i32x4(low, low2, 0xdd);
-  r[2].v = _mm512_shuffle_i32x4(high, high2, 0x88);
-  r[3].v = _mm512_shuffle_i32x4(high, high2, 0xdd);
-}
-// The same four pairs in every quarter.
-TIDEGATE_INLINE Bf16Pairs set1_quad(const bf16* p) { return {_mm512_broadcast_i32x4(load_quad(p))}; }
 TIDEGATE_INLINE void store_pairs(bf16* p, Bf16Pairs a) { _mm512_storeu_si512(p, a.v); }
+// Eight pairs in both halves.
+TIDEGATE_INLINE Bf16Pairs set1_half(const bf16* p) {
+  return {_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+// Halves: a vector holds eight pairs of each of two rows, a row a half.
+TIDEGATE_INLINE Bf16Pairs left_halves(Bf16Pairs a, Bf16Pairs b) { return {_mm512_shuffle_i32x4(a.v, b.v, 0x44)}; }
+TIDEGATE_INLINE Bf16Pairs right_halves(Bf16Pairs a, Bf16Pairs b) { return {_mm512_shuffle_i32x4(a.v, b.v, 0xee)}; }
+// The two halves of each, added: those of a to the left, those of b to the right.
+TIDEGATE_INLINE F32 add_halves(F32 a, F32 b) {
+  return {_mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x44), _mm512_shuffle_f32x4(a.v, b.v, 0xee))};
+}
 // Lane 4 c + i: the sum of quarter c of the i-th vector, (0 + 2) + (1 + 3) of its lanes.
-TIDEGATE_INLINE F32 sum_quads(F32 a0, F32 a1, F32 a2, F32 a3) {
+TIDEGATE_INLINE F32 sum_quarters(F32 a0, F32 a1, F32 a2, F32 a3) {
   const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(a0.v, a1.v), _mm512_unpackhi_ps(a0.v, a1.v));
   const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(a2.v, a3.v), _mm512_unpackhi_ps(a2.v, a3.v));
   const __m512d l = _mm512_castps_pd(low), h = _mm512_castps_pd(high);
   return {_mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(l, h)), _mm512_castpd_ps(_mm512_unpackhi_pd(l, h)))};
 }
-// The first quarters of a vector to as many rows, at most four, `pitch` apart.
-TIDEGATE_INLINE void store_quarters(float* to, int64_t pitch, F32 a, int64_t rows = 4) {
+// The sums of the halves of eight vectors: quarters 0 and 2 are those of the left halves, 1 and 3 of the right ones.
+TIDEGATE_INLINE F32 sum_halves(F32 a0, F32 a1, F32 a2, F32 a3, F32 a4, F32 a5, F32 a6, F32 a7) {
+  const F32 left = sum_quarters(a0, a1, a2, a3), right = sum_quarters(a4, a5, a6, a7);
+  return {_mm512_add_ps(_mm512_shuffle_f32x4(left.v, right.v, 0x88), _mm512_shuffle_f32x4(left.v, right.v, 0xdd))};
+}
+// What sum_halves gives to two rows of memory, `pitch` apart, or to the first of them.
+TIDEGATE_INLINE void store_halves(float* to, int64_t pitch, F32 a, int64_t rows) {
   _mm_storeu_ps(to, _mm512_castps512_ps128(a.v));
+  _mm_storeu_ps(to + 4, _mm512_extractf32x4_ps(a.v, 2));
   if (rows > 1) {
     _mm_storeu_ps(to + pitch, _mm512_extractf32x4_ps(a.v, 1));
+    _mm_storeu_ps(to + pitch + 4, _mm512_extractf32x4_ps(a.v, 3));
   }
-  if (rows > 2) {
-    _mm_storeu_ps(to + 2 * pitch, _mm512_extractf32x4_ps(a.v, 2));
-  }
-  if (rows > 3) {
-    _mm_storeu_ps(to + 3 * pitch, _mm512_extractf32x4_ps(a.v, 3));
-  }
+}
+// The quarters of a vector to four rows, `pitch` apart.
+TIDEGATE_INLINE void store_quarters(float* to, int64_t pitch, F32 a) {
+  _mm_storeu_ps(to, _mm512_castps512_ps128(a.v));
+  _mm_storeu_ps(to + pitch, _mm512_extractf32x4_ps(a.v, 1));
+  _mm_storeu_ps(to + 2 * pitch, _mm512_extractf32x4_ps(a.v, 2));
+  _mm_storeu_ps(to + 3 * pitch, _mm512_extractf32x4_ps(a.v, 3));
 }
 // Lane i: the pair (even[i], odd[i]). Both are exact in bf16.
 TIDEGATE_INLINE Bf16Pairs zip(F32 even, F32 odd) {

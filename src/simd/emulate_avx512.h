@@ -98,6 +98,15 @@ TIDEGATE_EMULATED __m256i load_words(simde__mmask16 k, const void* p) {
   }
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lanes));
 }
+TIDEGATE_EMULATED simde__m512i load_all_words(simde__mmask32 k, const void* p) {
+  uint16_t lanes[32] = {};
+  for (int i = 0; i < 32; ++i) {
+    if ((k >> i & 1) != 0) {
+      memcpy(lanes + i, static_cast<const char*>(p) + 2 * i, 2);
+    }
+  }
+  return simde_mm512_loadu_si512(lanes);
+}
 TIDEGATE_EMULATED void store_words(void* p, simde__mmask16 k, __m256i a) {
   uint16_t lanes[16];
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), a);
@@ -331,6 +340,7 @@ TIDEGATE_EMULATED simde__m512 integers_to_float(simde__m512i a) {
 #undef _mm512_mask_blend_ps
 #undef _mm512_mask_or_epi32
 #undef _mm512_mask_storeu_ps
+#undef _mm512_maskz_loadu_epi16
 #undef _mm512_maskz_loadu_ps
 #undef _mm512_maskz_permutexvar_epi16
 #undef _mm512_permutexvar_epi16
@@ -357,6 +367,7 @@ TIDEGATE_EMULATED simde__m512 integers_to_float(simde__m512i a) {
 #define _mm512_mask_blend_ps(k, no, yes) tidegate::emulated::blend(k, no, yes)
 #define _mm512_mask_or_epi32(src, k, a, b) tidegate::emulated::masked_or(src, k, a, b)
 #define _mm512_mask_storeu_ps(p, k, a) tidegate::emulated::store_floats(p, k, a)
+#define _mm512_maskz_loadu_epi16(k, p) tidegate::emulated::load_all_words(k, p)
 #define _mm512_maskz_loadu_ps(k, p) tidegate::emulated::load_floats(k, p)
 #define _mm512_maskz_permutexvar_epi16(k, order, a) tidegate::emulated::permute_words(k, order, a)
 #define _mm512_permutexvar_epi16(order, a) tidegate::emulated::permute_words(~0u, order, a)

@@ -121,7 +121,7 @@ TIDEGATE_INLINE I32 add_groups(I32 acc, I32 a, I32 b) {
 #endif
 }
 #if TIDEGATE_ISA_ID == 4
-// Quads, as in avx512.h: a quarter of a vector for each of four rows, sixteen bytes of it.
+// Quads: a quarter of a vector for each of four rows, sixteen bytes of it.
 TIDEGATE_INLINE void store_shifted_quad(uint8_t* to, const int8_t* a, const int8_t* b, const int8_t* c,
                                         const int8_t* d) {
   const auto pair = [](const int8_t* low, const int8_t* high) {
@@ -141,7 +141,6 @@ TIDEGATE_INLINE I32 sum_quads(I32 a0, I32 a1, I32 a2, I32 a3) {
   const __m512i high = _mm512_add_epi32(_mm512_unpacklo_epi32(a2.v, a3.v), _mm512_unpackhi_epi32(a2.v, a3.v));
   return {_mm512_add_epi32(_mm512_unpacklo_epi64(low, high), _mm512_unpackhi_epi64(low, high))};
 }
-// The quarters of a vector to four rows, `pitch` apart.
 TIDEGATE_INLINE void store_quarters(int32_t* to, int64_t pitch, I32 a) {
   store_quarters(reinterpret_cast<float*>(to), pitch, F32{_mm512_castsi512_ps(a.v)});
 }

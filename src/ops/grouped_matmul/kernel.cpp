@@ -3,7 +3,7 @@
 
 #include "ops/grouped_matmul/chains.kernel.h"
 #if TIDEGATE_ISA_ID == 4
-#include "ops/grouped_matmul/quads.kernel.h"
+#include "ops/grouped_matmul/halves.kernel.h"
 #include "ops/grouped_matmul/zips.kernel.h"
 #endif
 #include "simd/turned.h"
@@ -23,10 +23,10 @@ constexpr int64_t kPackAhead = 16;  // rows; the hardware does not foresee the n
 
 constexpr int64_t kWidened = kBlockRows * kStretch;
 #if TIDEGATE_ISA_ID != 4
-constexpr int64_t kQuadRoom = 0, kZipRoom = 0, kZipOuterRoom = 0;
+constexpr int64_t kHalvesRoom = 0, kZipRoom = 0, kZipOuterRoom = 0;
 #endif
 constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-constexpr int64_t kRoom = larger(kWidened + kPackColumns * kStretch, larger(kQuadRoom, kZipRoom));
+constexpr int64_t kRoom = larger(kWidened + kPackColumns * kStretch, larger(kHalvesRoom, kZipRoom));
 constexpr int64_t kOuterRoom = larger(kOuterLeft * (kTerms + kOuterRight) + kOuterRight * kTerms, kZipOuterRoom);
 
 // Elements [first, first + n) of rows as floats, `pitch` apart, each times its factor if there are factors.
@@ -68,7 +68,7 @@ void product(const Block& b) noexcept {
   const bool pairs = b.row_type == 1 && b.weight_type == 1;
 #if TIDEGATE_ISA_ID == 4
   if (pairs) {
-    b.weight_inner == 1 ? quad_block(b) : zip_block(b);
+    b.weight_inner == 1 ? pair_block(b) : zip_block(b);
     return;
   }
 #endif

@@ -13,7 +13,7 @@ inline constexpr int64_t kBlockRows = 128;
 inline constexpr int64_t kBlockColumns = 128;
 
 // out[r][c] = sum over i of rows[r][i] * weight(c, i). Sums are fp32; their order (see dots.kernel.h,
-// quads.kernel.h and zips.kernel.h) depends on the types, the direction of the weight's memory and the instruction set,
+// lines.kernel.h and zips.kernel.h) depends on the types, the direction of the weight's memory and the instruction set,
 // never on the number of rows or columns.
 struct Block {
   const void* const* rows;  // elements of row_type, neighbours in memory

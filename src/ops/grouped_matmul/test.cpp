@@ -172,7 +172,7 @@ TEST(GroupedMatmul, RowsAndThreadsDoNotMatter) {
       for_each_isa([&] {
         const Tensor y = forward(all);
         const Gradients g = backward(all);
-        for (const std::int64_t rows : {1, 2, 3, 7, 13, 64, 65}) {
+        for (const std::int64_t rows : {1, 2, 3, 4, 5, 6, 7, 13, 64, 65}) {
           for (const std::int64_t first : {std::int64_t{0}, 70 - rows}) {
             Case some = all;
             some.M = rows;
@@ -192,6 +192,29 @@ TEST(GroupedMatmul, RowsAndThreadsDoNotMatter) {
       });
     }
   }
+}
+
+// Sums so long that they are taken in stretches, and columns that are no whole tile.
+TEST(GroupedMatmul, RowsDoNotMatterToLongSums) {
+  Random random;
+  const Case all = make_case(random, {20}, 43, 2 * 2048 + 37, Lies::kAsStored, DType::kBF16, DType::kBF16);
+  const Tensor truth = forward(wide(all));
+  Tensor plain = like(all.dy);
+  grouped_matmul::reference_fwd<float>(all.x, all.weight, offsets_of(all).data(), all.bias, plain,
+                                       all.options.weight_axes);
+  for_each_isa([&] {
+    const Tensor y = forward(all);
+    Accuracy a;
+    a.add(used(all, y), used(all, plain), used(all, truth), 5e-7);
+    a.expect("y", stored(DType::kBF16, 5e-7));
+    for (const std::int64_t rows : {1, 5, 6, 7, 8, 19}) {
+      Case some = all;
+      some.M = rows;
+      some.x = copied(part(all.x, 0, 0, rows));
+      some.groups = integers({rows});
+      EXPECT_TRUE(same_bits(forward(some), part(y, 0, 0, rows))) << rows;
+    }
+  });
 }
 
 TEST(GroupedMatmul, OptionsAndNeeds) {

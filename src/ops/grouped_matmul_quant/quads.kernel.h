@@ -1,6 +1,6 @@
 // Rows of int8 times weights as they stand, with the dot product of four bytes. Rows, which are fewer, are packed: a
 // vector takes sixteen inner indices of four rows (a quad), so its lanes are four partial sums of each; a weight's
-// sixteen are broadcast to the four. As in grouped_matmul/quads.kernel.h.
+// sixteen are broadcast to the four.
 //
 // The instruction wants one factor without sign, so rows are shifted by 128. One row of zeros more, which is 128 then,
 // gives what the shift adds to the sums of the others. Integer sums are exact: no order of theirs can be seen.
@@ -47,8 +47,9 @@ inline void pack_int8_quads(const int8_t* const* rows, int64_t row_count, int64_
   }
 }
 
-// What is asked for line by line as a tile goes on, as in grouped_matmul/quads.kernel.h. `next`: bytes from its weight
-// to that of the next tile.
+// What is asked for line by line as a tile goes on; `next`: bytes from its weight to that of the next tile. A tile that
+// is alone with its columns asks for them kNearBytes ahead, beyond their ends for the next tile's. Of several that
+// share columns each takes longer than memory does, and asks for columns [first, last) of the next ones.
 constexpr int64_t kNearBytes = 1024;
 struct QuadsAhead {
   int64_t next;
