@@ -72,6 +72,13 @@ TIDEGATE_EMULATED __m256i truncate_to_u16(simde__m512i a) {
   return _mm256_permute4x64_epi64(packed, 0xd8);
 }
 
+// Missing for floats.
+template <int quarters>
+TIDEGATE_EMULATED simde__m512 shuffle_quarters(simde__m512 a, simde__m512 b) {
+  return simde_mm512_castsi512_ps(
+      simde_mm512_shuffle_i32x4(simde_mm512_castps_si512(a), simde_mm512_castps_si512(b), quarters));
+}
+
 // Missing: masked memory operations. Element by element, because a lane that is masked off must not be touched.
 TIDEGATE_EMULATED simde__m512 load_floats(simde__mmask16 k, const void* p) {
   float lanes[16];
@@ -346,6 +353,7 @@ TIDEGATE_EMULATED simde__m512 integers_to_float(simde__m512i a) {
 #undef _mm512_permutexvar_epi16
 #undef _mm512_roundscale_ps
 #undef _mm512_scalef_ps
+#undef _mm512_shuffle_f32x4
 #undef _mm512_stream_ps
 #define _mm256_mask_storeu_epi16(p, k, a) tidegate::emulated::store_words(p, k, a)
 #define _mm256_maskz_loadu_epi16(k, p) tidegate::emulated::load_words(k, p)
@@ -373,4 +381,5 @@ TIDEGATE_EMULATED simde__m512 integers_to_float(simde__m512i a) {
 #define _mm512_permutexvar_epi16(order, a) tidegate::emulated::permute_words(~0u, order, a)
 #define _mm512_roundscale_ps(a, control) tidegate::emulated::round_to_integer<control>(a)
 #define _mm512_scalef_ps(a, b) tidegate::emulated::scale(a, b)
+#define _mm512_shuffle_f32x4(a, b, quarters) tidegate::emulated::shuffle_quarters<quarters>(a, b)
 #define _mm512_stream_ps(p, a) tidegate::emulated::stream_floats(p, a)
