@@ -117,6 +117,12 @@ FLA_CONV_ERRORS = {
     "backend": (ValueError, {"backend": "cpu"}),
     "unknown argument": (TypeError, {"head_first": True}),
     "no weight": (ValueError, {"weight": None}),
+    "weight without dimensions": (ValueError, {"weight": torch.tensor(1.0), "output_final_state": True}),
+    "no x": (ValueError, {"x": None}),
+    "residual that would spread": (ValueError, {"residual": torch.zeros(12)}),
+    "residual elsewhere": (ValueError, {"residual": torch.zeros(2, 9, 12, device="meta")}),
+    "dtype of residual": (TypeError, {"residual": torch.zeros(2, 9, 12, dtype=torch.int32)}),
+    "text as residual": (TypeError, {"residual": "x"}),
     "context parallel": (ValueError, {"cp_context": object()}),
     "context parallel with a state": (AssertionError, {"cp_context": object(), "initial_state": torch.zeros(2, 12, 4)}),
     "context parallel with a final state": (AssertionError, {"cp_context": object(), "output_final_state": True}),
@@ -149,11 +155,25 @@ def test_fla_conv_update_errors(shape):
         fla.causal_conv1d_update(torch.randn(shape), torch.randn(3, 12, 4), weight=torch.randn(12, 4))
 
 
-def test_fla_conv_update_arguments():
+FLA_UPDATE_ERRORS = {
+    "activation": (ValueError, {"activation": "gelu"}),
+    "no weight": (ValueError, {"weight": None}),
+    "no x": (ValueError, {"x": None}),
+    "no cache": (ValueError, {"cache": None}),
+    "rank of cache": (ValueError, {"cache": torch.zeros(12, 4)}),
+    "residual": (ValueError, {"residual": torch.zeros(5, 3, 12)}),
+    "text as residual": (TypeError, {"residual": "x"}),
+}
+
+
+@pytest.mark.parametrize("case", FLA_UPDATE_ERRORS)
+def test_fla_conv_update_arguments(case):
+    kind, bad = FLA_UPDATE_ERRORS[case]
     x, cache, w = torch.randn(3, 12), torch.randn(3, 12, 4), torch.randn(12, 4)
-    for bad in ({"activation": "gelu"}, {"weight": None}, {"cache": cache[0]}):
-        with pytest.raises(ValueError, match="causal_conv1d_update: "):
-            fla.causal_conv1d_update(**({"x": x, "cache": cache, "weight": w} | bad))
+    before = cache.clone()
+    with pytest.raises(kind, match="causal_conv1d_update: "):
+        fla.causal_conv1d_update(**({"x": x, "cache": cache, "weight": w} | bad))
+    assert_bits("cache", cache, before)
 
 
 # --- flash-linear-attention: l2norm, gate, gated norm ----------------------------------------------------------------
@@ -181,6 +201,16 @@ def test_fla_gate(shape):
         assert_close("gradient", x, y, 2e-6)
     assert fla.fused_gdn_gate(g.bfloat16(), A_log, output_dtype=torch.bfloat16).dtype == torch.bfloat16
     assert fla.fused_gdn_gate(g.bfloat16(), A_log).dtype == torch.float32
+
+
+def test_fla_gate_errors():
+    g, A_log = torch.randn(3, 7), torch.rand(7)
+    for bad in ({"g": None}, {"A_log": None}, {"g": torch.tensor(1.0)}):
+        with pytest.raises(ValueError, match="fused_gdn_gate: "):
+            fla.fused_gdn_gate(**({"g": g, "A_log": A_log} | bad))
+    with pytest.raises(TypeError, match="fused_gdn_gate: output_dtype: expected a floating dtype"):
+        fla.fused_gdn_gate(g, A_log, output_dtype=torch.int32)
+    assert fla.fused_gdn_gate(torch.randn(3, 0), torch.rand(0)).shape == (3, 0)
 
 
 def gated(x, g, weight, activation, eps):
@@ -229,6 +259,10 @@ def test_fla_gated_norm_errors():
         fla.rms_norm_gated(x, x, None, None, activation="relu")
     with pytest.raises(ValueError):
         fla.rms_norm_gated(x, x, None, torch.zeros(16))
+    with pytest.raises(ValueError, match="rms_norm_gated: g: expected a tensor"):
+        fla.rms_norm_gated(x, None, None, None)
+    with pytest.raises(ValueError, match="rms_norm_gated: residual: expected shape"):
+        fla.rms_norm_gated(x, x, None, None, residual=x[0])
 
 
 def test_layer_like_transformers():

@@ -57,6 +57,44 @@ def test_final_states_of_both_memory_orders_into_a_given_tensor():
             causal_conv1d_fn(x, w, return_final_states=True, final_states_out=wrong)
 
 
+def test_final_states_may_replace_the_initial_ones():
+    x, w, _ = make()
+    state = torch.randn(2, D, 3)
+    want = causal_conv1d_fn(x[..., :2], w, initial_states=state, return_final_states=True)
+    got = causal_conv1d_fn(x[..., :2], w, initial_states=state, return_final_states=True, final_states_out=state)
+    assert got[1] is state
+    for name, a, e in zip(("out", "final"), got, want, strict=True):
+        assert_bits(name, a, e)
+
+
+FINAL_ERRORS = {
+    "dtype": (TypeError, lambda x: torch.zeros(2, D, 3, dtype=torch.int32)),
+    "device": (ValueError, lambda x: torch.zeros(2, D, 3, device="meta")),
+    "memory of x": (ValueError, lambda x: x[..., :3]),
+    "one place for all": (ValueError, lambda x: torch.zeros(2, D, 1).expand(2, D, 3)),
+    "list": (TypeError, lambda x: [0.0]),
+}
+
+
+@pytest.mark.parametrize("case", FINAL_ERRORS)
+def test_final_states_errors(case):
+    kind, make_out = FINAL_ERRORS[case]
+    x, w, _ = make()
+    out, before = make_out(x), x.clone()
+    with pytest.raises(kind, match="causal_conv1d_fn: final_states_out: expected"):
+        causal_conv1d_fn(x, w, return_final_states=True, final_states_out=out)
+    assert_bits("x", x, before)
+
+
+def test_seq_idx_of_nothing():
+    for rows, tokens in ((2, 0), (0, 5)):
+        x = torch.zeros(rows, D, tokens, requires_grad=True)
+        out = causal_conv1d_fn(x, torch.ones(D, 3), seq_idx=torch.zeros(rows, tokens, dtype=torch.int32))
+        assert out.shape == x.shape
+        out.sum().backward()
+        assert x.grad.shape == x.shape
+
+
 def by_hand(x, w, b, ids):
     """Every run of equal ids on its own; negative ids give 0."""
     out = torch.zeros_like(x)
@@ -98,6 +136,10 @@ FN_ERRORS = {
     "seq_idx and initial_states": (AssertionError, {"seq_idx": True, "initial_states": torch.zeros(2, D, 3)}),
     "seq_idx and final states": (AssertionError, {"seq_idx": True, "return_final_states": True}),
     "seq_idx dtype": (TypeError, {"seq_idx": torch.zeros(2, T)}),
+    "seq_idx elsewhere": (ValueError, {"seq_idx": torch.zeros(2, T, dtype=torch.int32, device="meta")}),
+    "no x": (ValueError, {"x": None}),
+    "no weight": (ValueError, {"weight": None}),
+    "text as bias": (TypeError, {"bias": "x"}),
     "seq_idx shape": (ValueError, {"seq_idx": torch.zeros(T, 2, dtype=torch.int32)}),
     "seq_idx that comes back": (ValueError, {"seq_idx": torch.tensor([[0] * 4 + [1] * 2 + [0] * 4] * 2)}),
     "width 1": (ValueError, {"weight": torch.zeros(D, 1)}),
@@ -167,6 +209,8 @@ UPDATE_ERRORS = {
     "dtype of cache_seqlens": (TypeError, {"cache_seqlens": torch.zeros(2)}),
     "cache_seqlens": (ValueError, {"cache_seqlens": torch.tensor([0, -1])}),
     "dtype of conv_state_indices": (TypeError, {"conv_state_indices": torch.zeros(2)}),
+    "list of conv_state_indices": (TypeError, {"conv_state_indices": [0, 1]}),
+    "no x": (ValueError, {"x": None}),
     "conv_state_indices out of range": (ValueError, {"conv_state_indices": torch.tensor([0, 2])}),
     "conv_state_indices twice": (ValueError, {"conv_state_indices": torch.tensor([1, 1])}),
 }

@@ -8,6 +8,50 @@ def check_tensor(op, name, value):
         raise TypeError(f"{op}: {name}: expected type Tensor, got type {type(value).__name__}")
 
 
+def require_tensors(op, **tensors):
+    for name, value in tensors.items():
+        if value is None:
+            raise ValueError(f"{op}: {name}: expected a tensor, got none")
+        check_tensor(op, name, value)
+
+
+def check_like(op, name, value, shape, like, like_name):
+    """A tensor of a shape, on the device of another one."""
+    check_tensor(op, name, value)
+    if value.shape != shape:
+        raise ValueError(f"{op}: {name}: expected shape {list(shape)}, got {list(value.shape)}")
+    if value.device != like.device:
+        raise ValueError(f"{op}: {name}: expected device {like.device} (as {like_name}), got {value.device}")
+
+
+def check_residual(op, residual, x):
+    if residual is not None:
+        check_like(op, "residual", residual, x.shape, x, "x")
+        check_float(op, "residual", residual.dtype)
+
+
+def check_float(op, name, dtype):
+    if not dtype.is_floating_point:
+        raise TypeError(f"{op}: {name}: expected a floating dtype, got dtype {dtype}")
+
+
+def _span(t):
+    reach = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (reach + 1) * t.element_size()
+
+
+def check_own_memory(op, name, out, **inputs):
+    """An output that is written after the operator has run lies nowhere in the range of an input."""
+    if torch.compiler.is_compiling() or out.numel() == 0:
+        return
+    first, last = _span(out)
+    for other, t in inputs.items():
+        if t is not None and t.numel() > 0 and first < _span(t)[1] and _span(t)[0] < last:
+            raise ValueError(f"{op}: {name}: expected memory of its own, got an overlap with {other}")
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"{op}: {name}: expected memory for every element, got stride 0 in {list(out.stride())}")
+
+
 def one_autocast_dtype(*tensors):
     """Under autocast some of q, k, v may have gone through a layer that narrows and some not."""
     if torch.is_autocast_enabled("cpu") and len({t.dtype for t in tensors}) > 1:

@@ -1,9 +1,11 @@
 """Functions of flash-linear-attention (0.6), same names, arguments and results, on the CPU."""
 
+import math
+
 import torch
 from torch import nn
 
-from tidegate._arguments import boundaries, check_chunk_indices
+from tidegate._arguments import boundaries, check_chunk_indices, check_float, check_residual, require_tensors
 from tidegate._native import ops
 from tidegate.delta_rule import chunk_gated_delta_rule, chunk_gdn
 from tidegate.recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
@@ -52,8 +54,8 @@ def causal_conv1d(
         assert initial_state is None, "Initial state is not supported for CP"
         assert not output_final_state, "Output final state is not supported for CP"
         raise ValueError(f"{op}: cp_context: expected None, got a context")
-    if weight is None:
-        raise ValueError(f"{op}: weight: expected a tensor, got none")
+    require_tensors(op, x=x, weight=weight)
+    check_residual(op, residual, x)
     _check_activation(op, activation)
     cu_seqlens = boundaries(op, cu_seqlens, cu_seqlens_cpu)
     check_chunk_indices(op, chunk_indices, cu_seqlens)
@@ -65,7 +67,7 @@ def causal_conv1d(
         cu_seqlens=cu_seqlens,
         activation=activation,
         output_final_state=output_final_state,
-        state_len=weight.shape[-1] if output_final_state else 0,
+        state_len=weight.shape[-1] if output_final_state and weight.dim() else 0,
     )
     return y if residual is None else y + residual, final_state if output_final_state else None
 
@@ -74,8 +76,8 @@ def causal_conv1d_update(x, cache, residual=None, weight=None, bias=None, activa
     """x [N,D], [1,N,D] or [N,1,D]; cache [N,D,W] is changed in place. Returns (y of x's shape, cache)."""
     op = "causal_conv1d_update"
     _check_activation(op, activation)
-    if weight is None:
-        raise ValueError(f"{op}: weight: expected a tensor, got none")
+    require_tensors(op, x=x, cache=cache, weight=weight)
+    check_residual(op, residual, x)
     if cache.dim() != 3:
         raise ValueError(f"{op}: cache: expected [N, D, W], got {list(cache.shape)}")
     N, D = cache.shape[:2]
@@ -93,7 +95,12 @@ def l2norm(x, eps=1e-6, output_dtype=None):
 
 def fused_gdn_gate(g, A_log, dt_bias=None, output_dtype=torch.float32):
     """-exp(A_log) * softplus(g + dt_bias), g [..., HV]."""
-    flat = g.reshape(-1, g.shape[-1])
+    op = "fused_gdn_gate"
+    require_tensors(op, g=g, A_log=A_log)
+    check_float(op, "output_dtype", output_dtype)
+    if g.dim() == 0:
+        raise ValueError(f"{op}: g: expected [..., HV], got {list(g.shape)}")
+    flat = g.reshape(math.prod(g.shape[:-1]), g.shape[-1])
     return ops.gdn_gating_fwd(flat, flat, A_log, dt_bias, layout="TND")[0].view(g.shape).to(output_dtype)
 
 
@@ -114,6 +121,8 @@ def rms_norm_gated(
         raise ValueError(f"{op}: bias: expected None, got a tensor")
     if activation not in ("swish", "silu", "sigmoid"):
         raise ValueError(f"{op}: activation: expected swish, silu or sigmoid, got {activation}")
+    require_tensors(op, x=x, g=g)
+    check_residual(op, residual, x)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     total = x if residual is None else x.to(wide) + residual.to(wide)
     if g.dtype != total.dtype:
