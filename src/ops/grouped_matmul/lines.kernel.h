@@ -19,7 +19,7 @@ using grouped_matmul::Block;
 constexpr int64_t kLine = 32;     // elements of a cache line, and of a vector
 constexpr int64_t kInner = 2048;  // 128 rows of them are half of a second cache
 constexpr int kSumColumns = 8;    // as many as are added up at a time
-// The chains of one row alone would wait for their own results; six rows are the most that memory is waited for with.
+// Every row is loaded anew for every column: with more of them a core multiplies for longer than it reads.
 constexpr int kLineRows = 6;
 // What is asked for before it is used: as much as a core has under way while it reads as fast as memory lets it.
 constexpr int64_t kUnderWay = 2048;
