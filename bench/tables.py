@@ -101,6 +101,9 @@ def machine(document):
     hidden = ("python", "numpy", "tidegate")
     packages = ", ".join(f"{n} {v}" for n, v in versions.items() if n not in hidden and v != "not installed")
     threads, day = document["options"]["threads"], document["date"][:10]
+    if again := document.get("remeasured"):  # items of a later run on the same kind of machine
+        groups = sorted({item.rsplit("_", 1)[0] for item in again["items"]})
+        day += f"; {', '.join(groups)} {again['date'][:10]}"
     return f"{m['cpu']}, {m['cores']} cores, {threads} threads, bf16; {packages}; {day}"
 
 
