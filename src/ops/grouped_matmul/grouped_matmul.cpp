@@ -45,6 +45,13 @@ std::int64_t* group_offsets(std::string_view op, const TensorView& groups, std::
   return offsets;
 }
 
+// Whether matrices of rows `row` apart are larger than the caches and their rows whole cache lines.
+bool should_stream(const Weights& w, std::int64_t width, std::int64_t row, std::int64_t groups) {
+  const std::int64_t steps = static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(w.data)) | width * w.bytes |
+                             row * w.bytes | w.group * w.bytes;
+  return steps % 64 == 0 && groups * w.N * w.K * w.bytes > (std::int64_t{16} << 20);
+}
+
 void outer_products(const OuterProducts& p, const Weights& out) {
   // The kernel writes along its right factor: that is the one whose stride is 1.
   const bool swapped = out.column != 1 && out.K != 1 && (out.row == 1 || out.N == 1);
@@ -52,10 +59,12 @@ void outer_products(const OuterProducts& p, const Weights& out) {
   const std::int64_t rights = swapped ? out.N : out.K;
   const std::int64_t left_blocks = (lefts + kOuterLeft - 1) / kOuterLeft;
   const std::int64_t right_blocks = (rights + kOuterRight - 1) / kOuterRight;
+  const bool stream = !p.accumulate && should_stream(out, rights, swapped ? out.column : out.row, p.groups);
   const Kernels& kernels = grouped_matmul_kernels_for(active_isa());
   parallel_for(p.groups * left_blocks * right_blocks, [&](std::int64_t task) {
     const std::int64_t g = task / (left_blocks * right_blocks);
-    const std::int64_t m = task / right_blocks % left_blocks * kOuterLeft;
+    const std::int64_t m = lefts * (task / right_blocks % left_blocks) / left_blocks;
+    const std::int64_t m_end = lefts * (task / right_blocks % left_blocks + 1) / left_blocks;
     const std::int64_t n = task % right_blocks * kOuterRight;
     const std::int64_t first = p.offsets[g];
     const std::int64_t rows = p.offsets[g + 1] - first;
@@ -68,16 +77,16 @@ void outer_products(const OuterProducts& p, const Weights& out) {
     b.right = (swapped ? p.left : p.right) + first;
     b.left_type = swapped ? p.right_type : p.left_type;
     b.right_type = swapped ? p.left_type : p.right_type;
-    b.factors = p.factors != nullptr ? p.factors + first : nullptr;
     b.rows = rows;
     b.left_first = m;
-    b.left_count = std::min(kOuterLeft, lefts - m);
+    b.left_count = m_end - m;
     b.right_first = n;
     b.right_count = std::min(kOuterRight, rights - n);
     b.out = swapped ? out.at(g, n, m) : out.at(g, m, n);
     b.out_row = swapped ? out.column : out.row;
     b.out_type = out.type;
     b.accumulate = p.accumulate;
+    b.stream = stream;
     b.room = own.floats(kernels.outer_room_floats);
     kernels.outer(b);
   });
@@ -244,7 +253,7 @@ void grouped_matmul_bwd(const TensorView& dy, const TensorView& x, const TensorV
   }
   if (dweight.defined()) {
     const void** x_rows = pointers_to(x, scratch);
-    outer_products({dy_rows, x_rows, nullptr, type, type, offsets, G, options.accumulate},
+    outer_products({dy_rows, x_rows, type, type, offsets, G, options.accumulate},
                    weights_of(dweight, options.weight_axes));
   }
   if (dbias.defined()) {

@@ -29,13 +29,13 @@ struct Block {
   // As in the product before, whose weight had the same type and strides, with the same room: they may still be packed
   // there.
   bool same_rows;
+  bool same_weight;  // likewise, where it was the rows that changed
 };
 
-// out(m, n) = sum over r ascending of factors[r] * left[r][m] * right[r][n]; absent factors are 1.
+// out(m, n) = sum over r ascending of left[r][m] * right[r][n].
 struct OuterBlock {
   const void* const* left;
   const void* const* right;
-  const float* factors;
   int64_t rows;                      // any number
   int64_t left_first, left_count;    // m, at most kOuterLeft
   int64_t right_first, right_count;  // n, at most kOuterRight
@@ -44,9 +44,12 @@ struct OuterBlock {
   int64_t out_row;
   int out_type;
   bool accumulate;  // to what is there
+  bool stream;      // out is larger than the caches and its rows are whole cache lines: it may be written past them
   float* room;
 };
-inline constexpr int64_t kOuterLeft = 96;
+// Every row of a factor is rearranged once for each block of the other one, so blocks are as large as a second-level
+// cache lets them be: both factors of 256 rows, and the sums, are 570 KB.
+inline constexpr int64_t kOuterLeft = 288;
 inline constexpr int64_t kOuterRight = 256;
 
 struct Kernels {

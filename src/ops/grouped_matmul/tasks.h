@@ -131,11 +131,10 @@ class BlockTasks {
   std::int64_t* first_;
 };
 
-// dW_g for all groups: left [.,N] and right [.,K] rows of the groups, each left row times its factor.
+// dW_g for all groups: left [.,N] and right [.,K] rows of the groups.
 struct OuterProducts {
   const void* const* left;
   const void* const* right;
-  const float* factors;
   int left_type, right_type;
   const std::int64_t* offsets;
   std::int64_t groups;

@@ -11,21 +11,22 @@ namespace {
 
 using grouped_matmul::Block;
 using grouped_matmul::kBlockColumns;
-using grouped_matmul::kBlockRows;
 using grouped_matmul::kOuterLeft;
 using grouped_matmul::kOuterRight;
 using grouped_matmul::OuterBlock;
 
 constexpr int64_t kZipInner = 512;  // of a block of weights: a panel of it fills a first cache
 constexpr int64_t kZipTerms = 256;  // rows of a chain of outer products
+constexpr int64_t kZipLine = 64 / static_cast<int64_t>(sizeof(bf16));
 constexpr int64_t kZipAhead = 16;   // rows of a weight; the hardware does not foresee the next page
 
 // 6 x 4 accumulators + 4 vectors of the panel + 1 of the left factor = 29 of 32 registers, 10 loads for 24 products.
 constexpr int kZipRows = 6, kZipVectors = 4;
 constexpr int64_t kZipPanel = kZipVectors * kLanes;
 
-constexpr int64_t kZipRoom = (kBlockRows + kBlockColumns) * kZipInner / 2;
-constexpr int64_t kZipSums = (2 * kOuterLeft + kOuterRight) * kZipTerms / 2;  // where they begin
+constexpr int64_t kZipRoom = kBlockColumns * kZipInner / 2;
+constexpr int64_t kZipLeft = 96;  // of a block of the left factor: 16 tiles
+constexpr int64_t kZipSums = (kOuterLeft + kOuterRight) * kZipTerms / 2;  // where they begin
 constexpr int64_t kZipOuterRoom = kZipSums + kOuterLeft * kOuterRight;
 
 // Two rows, columns [c, c + kLanes) of `width`, as pairs. A missing second row counts as 0.
@@ -48,11 +49,10 @@ inline void zip_panels(At at, int64_t n, int64_t columns, bf16* panels) {
   }
 }
 
-// Pair (r, k) of the left factor stands at left[2 * (r * row + k * step)]; it is the sum of `parts` of them, the second
-// kOuterLeft * kZipTerms elements on. store(r, v, sums) for all R rows of a panel.
-template <int R, class Store>
-TIDEGATE_INLINE void zip_tile(const bf16* left, int64_t row, int64_t step, int parts, const bf16* panel, int64_t pairs,
-                              Store store) {
+// Pair (r, k) of the left factor stands at pair(r, k); those behind the last of `pairs` at tail + 2 r, if there are any.
+// store(r, v, sums) for all R rows of a panel.
+template <int R, class Pair, class Store>
+TIDEGATE_INLINE void zip_tile(Pair pair, const bf16* panel, int64_t pairs, const bf16* tail, Store store) {
   F32 t[R][kZipVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -61,26 +61,27 @@ TIDEGATE_INLINE void zip_tile(const bf16* left, int64_t row, int64_t step, int p
       t[r][v] = zero();
     }
   }
-  for (int part = 0; part < parts; ++part) {
-    const bf16* from = left + part * kOuterLeft * kZipTerms;
-    const bf16* along = panel;
-    for (int64_t k = 0; k < pairs; ++k) {
-      Bf16Pairs right[kZipVectors];
+  const auto add = [&](auto factor_at) __attribute__((always_inline)) {
+    Bf16Pairs right[kZipVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kZipVectors; ++v) {
+      right[v] = load_pairs(panel + 2 * v * kLanes);
+    }
+    panel += 2 * kZipPanel;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Bf16Pairs factor = set1_pair(factor_at(r));
 #pragma GCC unroll 8
       for (int v = 0; v < kZipVectors; ++v) {
-        right[v] = load_pairs(along + 2 * v * kLanes);
+        t[r][v] = dot(t[r][v], factor, right[v]);
       }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const Bf16Pairs factor = set1_pair(from + 2 * r * row);
-#pragma GCC unroll 8
-        for (int v = 0; v < kZipVectors; ++v) {
-          t[r][v] = dot(t[r][v], factor, right[v]);
-        }
-      }
-      from += 2 * step;
-      along += 2 * kZipPanel;
     }
+  };
+  for (int64_t k = 0; k < pairs; ++k) {
+    add([&](int r) __attribute__((always_inline)) { return pair(r, k); });
+  }
+  if (tail != nullptr) {
+    add([&](int r) __attribute__((always_inline)) { return tail + 2 * r; });
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -103,64 +104,81 @@ TIDEGATE_INLINE void for_zip_tiles(int64_t rows, Body body) {
 
 // out = or += rows times a weight with neighbouring columns.
 inline void zip_block(const Block& b) {
-  bf16* rows = reinterpret_cast<bf16*>(b.room);
-  bf16* panels = rows + kBlockRows * kZipInner;
+  const auto* const* rows = reinterpret_cast<const bf16* const*>(b.rows);
+  bf16* panels = reinterpret_cast<bf16*>(b.room);
   for (int64_t first = 0; first < b.inner || first == 0; first += kZipInner) {
     const int64_t n = b.inner - first < kZipInner ? b.inner - first : kZipInner;
-    for (int64_t r = 0; r < b.row_count; ++r) {
-      memcpy(rows + r * kZipInner, static_cast<const bf16*>(b.rows[r]) + first, static_cast<size_t>(n) * sizeof(bf16));
-      memset(rows + r * kZipInner + n, 0, static_cast<size_t>(n % 2) * sizeof(bf16));
-    }
     const bf16* weight = static_cast<const bf16*>(b.weight) + first * b.weight_inner;
-    zip_panels(
-        [&](int64_t k) {
-          const bf16* row = weight + k * b.weight_inner;
-          for (int64_t c = 0; c < b.columns; c += 64 / static_cast<int64_t>(sizeof(bf16))) {
-            prefetch_far(row + kZipAhead * b.weight_inner + c);
-          }
-          return row;
-        },
-        n, b.columns, panels);
+    if (!b.same_weight || b.inner > kZipInner) {
+      zip_panels(
+          [&](int64_t k) {
+            const bf16* row = weight + k * b.weight_inner;
+            for (int64_t c = 0; c < b.columns; c += kZipLine) {
+              prefetch_far(row + kZipAhead * b.weight_inner + c);
+            }
+            return row;
+          },
+          n, b.columns, panels);
+    }
     const int64_t pairs = (n + 1) / 2;
     const bool fresh = first == 0 && !b.accumulate;
     for (int64_t c = 0; c < b.columns; c += kZipPanel) {
       for_zip_tiles(b.row_count, [&](int64_t r, auto size) {
-        zip_tile<decltype(size)::value>(rows + r * kZipInner, kZipInner / 2, 1, 1, panels + 2 * c * pairs, pairs,
-                                        [&](int i, int v, F32 sum) {
-                                          float* to = b.out + (r + i) * b.pitch + c + v * kLanes;
-                                          const int64_t left = b.columns - c - v * kLanes;
-                                          store_part(to, fresh ? sum : load_part(to, left) + sum, left);
-                                        });
+        constexpr int R = decltype(size)::value;
+        const bf16* row[R];
+        bf16 tail[R][2];  // with a zero behind the last element
+#pragma GCC unroll 8
+        for (int i = 0; i < R; ++i) {
+          row[i] = rows[r + i] + first;
+          if (c == 0 && r + R + i < b.row_count) {  // rows lie anywhere: the next tile's are asked for
+            for (int64_t k = 0; k < n; k += kZipLine) {
+              prefetch_far(rows[r + R + i] + first + k);
+            }
+          }
+          if (n % 2 != 0) {
+            memset(tail[i], 0, sizeof tail[i]);
+            memcpy(tail[i], row[i] + n - 1, sizeof(bf16));
+          }
+        }
+        zip_tile<R>([&](int i, int64_t k) __attribute__((always_inline)) { return row[i] + 2 * k; },
+                    panels + 2 * c * pairs, n / 2, n % 2 != 0 ? tail[0] : nullptr, [&](int i, int v, F32 sum) {
+                      float* to = b.out + (r + i) * b.pitch + c + v * kLanes;
+                      const int64_t left = b.columns - c - v * kLanes;
+                      store_part(to, fresh ? sum : load_part(to, left) + sum, left);
+                    });
       });
     }
   }
 }
 
-// Rows as left factors of outer products: [pairs of rows][kOuterLeft]. Products with the factors of the rows are two
-// bf16 numbers each, what is left after the first rounding in a second array: no bit that fp32 sums would see is lost.
+// Rows as left factors of outer products: blocks of [pairs of rows][kZipLeft].
 inline void zip_left(const OuterBlock& b, int64_t first, int64_t n, bf16* to) {
-  for (int64_t k = 0; k < n; k += 2, to += 2 * kOuterLeft) {
+  for (int64_t k = 0; k < n; k += 2) {
     const bf16* even = static_cast<const bf16*>(b.left[first + k]) + b.left_first;
     const bf16* odd = k + 1 < n ? static_cast<const bf16*>(b.left[first + k + 1]) + b.left_first : nullptr;
     for (int64_t m = 0; m < b.left_count; m += kLanes) {
-      if (b.factors == nullptr) {
-        store_pairs(to + 2 * m, zip_rows(even, odd, m, b.left_count));
-        continue;
-      }
-      const F32 x = set1(b.factors[first + k]) * load_part(even + m, b.left_count - m);
-      const F32 y = odd != nullptr ? set1(b.factors[first + k + 1]) * load_part(odd + m, b.left_count - m) : zero();
-      const F32 high_x = round_to(x, even), high_y = round_to(y, even);
-      store_pairs(to + 2 * m, zip(high_x, high_y));
-      store_pairs(to + kOuterLeft * kZipTerms + 2 * m, zip(round_to(x - high_x, even), round_to(y - high_y, even)));
+      bf16* block = to + m / kZipLeft * kZipLeft * kZipTerms;
+      store_pairs(block + k * kZipLeft + 2 * (m % kZipLeft), zip_rows(even, odd, m, b.left_count));
     }
+  }
+}
+
+// Where a tile of sums goes after the last term.
+template <class T>
+TIDEGATE_INLINE void put_sums(const OuterBlock& b, int64_t m, int64_t c, F32 total) {
+  T* to = static_cast<T*>(b.out) + m * b.out_row + c;
+  const int64_t rest = b.right_count - c;
+  if (b.stream && rest >= kLanes) {
+    stream(to, total);
+  } else {
+    store_part(to, b.accumulate ? load_part(to, rest) + total : total, rest);
   }
 }
 
 inline void zip_outer(const OuterBlock& b) {
   bf16* left = reinterpret_cast<bf16*>(b.room);
-  bf16* panels = left + 2 * kOuterLeft * kZipTerms;
+  bf16* panels = left + kOuterLeft * kZipTerms;
   float* sums = b.room + kZipSums;
-  const int parts = b.factors != nullptr ? 2 : 1;
   for (int64_t first = 0; first < b.rows || first == 0; first += kZipTerms) {
     const int64_t n = b.rows - first < kZipTerms ? b.rows - first : kZipTerms;
     const int64_t pairs = (n + 1) / 2;
@@ -170,22 +188,29 @@ inline void zip_outer(const OuterBlock& b) {
                b.right_count, panels);
     with_type(b.out_type, [&]<class T>(T*) {
       for (int64_t c = 0; c < b.right_count; c += kZipPanel) {
-        for_zip_tiles(b.left_count, [&](int64_t m, auto size) {
-          zip_tile<decltype(size)::value>(left + 2 * m, 1, kOuterLeft, parts, panels + 2 * c * pairs, pairs,
-                                          [&](int i, int v, F32 sum) {
-                                            float* at = sums + (m + i) * kOuterRight + c + v * kLanes;
-                                            const F32 total = first != 0 ? load(at) + sum : sum;
-                                            if (!ends) {
-                                              store(at, total);
-                                              return;
-                                            }
-                                            T* to = static_cast<T*>(b.out) + (m + i) * b.out_row + c + v * kLanes;
-                                            const int64_t rest = b.right_count - c - v * kLanes;
-                                            store_part(to, b.accumulate ? load_part(to, rest) + total : total, rest);
-                                          });
-        });
+        for (int64_t block = 0; block < b.left_count; block += kZipLeft) {
+          const int64_t rows = b.left_count - block < kZipLeft ? b.left_count - block : kZipLeft;
+          for_zip_tiles(rows, [&](int64_t m, auto size) {
+            const bf16* from = left + block * kZipTerms + 2 * m;
+            zip_tile<decltype(size)::value>(
+                [&](int i, int64_t k) __attribute__((always_inline)) { return from + 2 * (k * kZipLeft + i); },
+                panels + 2 * c * pairs, pairs, nullptr, [&](int i, int v, F32 sum) {
+                  const int64_t row = block + m + i, column = c + v * kLanes;
+                  float* at = sums + row * kOuterRight + column;
+                  const F32 total = first != 0 ? load(at) + sum : sum;
+                  if (ends) {
+                    put_sums<T>(b, row, column, total);
+                  } else {
+                    store(at, total);
+                  }
+                });
+          });
+        }
       }
     });
+  }
+  if (b.stream) {
+    stream_fence();
   }
 }
 

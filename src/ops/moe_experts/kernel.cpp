@@ -19,26 +19,27 @@ void forward(const Activation& v) noexcept {
   }
 }
 
-// With da = w da': dup = da silu(gate), dgate = da up silu'(gate), dw = <da', a> with a as it was rounded.
+// With da = w da': dup = da silu(gate), dgate = da up silu'(gate), dw = <da', a> with a as it was rounded. What ddown
+// needs is w a, rounded once.
 template <class T>
 void backward(const Activation& v) noexcept {
   for (int64_t r = 0; r < v.rows; ++r) {
     const int64_t at = r * v.pitch;
-    const F32 w = set1(v.da != nullptr ? v.factors[r] : 0.0f);
+    const F32 w = set1(v.factors[r]);
     F32 total = zero();
     for_lanes(v.columns, [&](int64_t c, auto lanes) {
       const F32 g = lanes.get(v.gate + at + c);
       const F32 u = lanes.get(v.up + at + c);
       const F32 s = sigmoid(g);
-      const F32 a = round_to(silu(g) * u, static_cast<const T*>(nullptr));
+      const F32 a = silu(g) * u;
       if (v.a != nullptr) {
-        lanes.put(static_cast<T*>(v.a) + r * v.a_row + c, a);
+        lanes.put(static_cast<T*>(v.a) + r * v.a_row + c, w * a);
       }
       if (v.da == nullptr) {
         return;
       }
       const F32 da = lanes.get(v.da + r * v.da_pitch + c);
-      total = fma(da, a, total);
+      total = fma(da, round_to(a, static_cast<const T*>(nullptr)), total);
       if (v.dgate != nullptr) {
         const int64_t to = r * v.dh_row + c;
         lanes.put(static_cast<T*>(v.dgate) + to, w * da * u * silu_slope(g, s));
