@@ -4,7 +4,7 @@
 //   const ep::HandlePtr h = buffer->dispatch(x, ids, {.weights = w});  // every rank, also one without tokens
 //   buffer->expand(*h, rows);                                          // [h->rows, H], sorted by expert
 //   ... y = experts(rows, h->expert_rows) ...
-//   buffer->combine(y, *h, out);                                       // out[t] = sum over k of w y, in order of k
+//   buffer->combine(y, *h, out);                                       // out[t] = sum over k of w y, in order of ids
 //
 // Each rank has a window of shared memory that the others read: nothing is pushed, no counts are exchanged beforehand.
 // Every call is collective: all ranks make the same calls in the same order. A buffer belongs to one thread at a time.
@@ -141,7 +141,7 @@ class Buffer {
   // Memory of the window for the next dispatch or combine: x or y that were written here are not copied.
   TensorView window_rows(std::int64_t rows, std::int64_t width, DType dtype) const;
 
-  // out[t] = sum over k of weights[t,k] * y[row of (t,k)] + shared_x[t] in fp32, in order of k, rounded once.
+  // out[t] = sum over k of weights[t,k] * y[row of (t,k)] + shared_x[t] in fp32, in the order of the ids, rounded once.
   // y [shape_rows,H]; y and out may be absent together: only row_values go back.
   void combine(const TensorView& y, const Handle& handle, const TensorView& out, const CombineOptions& options = {});
   // The rows of y themselves, unsummed: out [T*K,H], 0 where a pair did not travel.

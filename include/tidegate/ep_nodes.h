@@ -33,6 +33,7 @@ struct NodesHandle {
   std::vector<std::int32_t> pair_rank;          // [T*K]: the rank that got the pair's token, -1: not routed
   std::vector<std::int32_t> numbers;  // [received tokens * K]: the expert among those of this node, -1: elsewhere
   std::vector<float> weights;         // [T*K], or empty
+  std::vector<std::int64_t> order;    // [T*K]: the slots of a token in the order of their experts
 };
 using NodesHandlePtr = std::shared_ptr<const NodesHandle>;
 
@@ -51,7 +52,7 @@ class NodesBuffer {
   void expand(const NodesHandle& handle, const TensorView& out, const TensorView& scales = {},
               const TensorView& smooth_scale = {}) const;
   TensorView window_rows(std::int64_t rows, std::int64_t width, DType dtype) const;
-  // out[t] = sum over k of weights[t,k] y, in fp32, in order of k (kFast: of nodes).
+  // out[t] = sum over k of weights[t,k] y, in fp32, in the order of experts (kFast: of nodes).
   void combine(const TensorView& y, const NodesHandle& handle, const TensorView& out);
 
  private:

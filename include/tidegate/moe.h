@@ -101,7 +101,8 @@ struct MoeExpertsOptions {
   double down_lora_scale = 1.0;
 };
 
-// out [T,H] of x's type. silu(gate) * up is rounded to x's type, everything else is fp32; slots are added in order.
+// out [T,H] of x's type. silu(gate) * up is rounded to x's type, everything else is fp32; experts are added in order of
+// their ids (fp64: of slots), then the shared one.
 // hidden fp32 [T*k,2,I], may be absent, as it must with fp64: gate and up of every routed pair with their low-rank
 // additions, for a backward. Rows are the places of moe_init_routing, those behind the last one 0.
 void moe_experts_fwd(const MoeExpertsInputs& in, const TensorView& out, const MoeExpertsOptions& options = {},

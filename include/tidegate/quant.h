@@ -30,8 +30,8 @@ void grouped_matmul_quant(const GroupedQuantInputs& in, const TensorView& y, con
 void grouped_matmul_swiglu_quant(const GroupedQuantInputs& in, const TensorView& smooth_scale, const TensorView& q,
                                  const TensorView& q_scale, const GroupedQuantOptions& options = {});
 
-// The experts of a layer: tokens x [T,H] are quantised once each, then both products above, then the sum over slots in
-// fp32 in their order, rounded once to out's type (x's). gate_up int8 [E,2I,H], down int8 [E,H,I], scales [E,2I],
+// The experts of a layer: tokens x [T,H] are quantised once each, then both products above, then the sum in fp32
+// in the order of experts, rounded once to out's type (x's). gate_up int8 [E,2I,H], down int8 [E,H,I], scales [E,2I],
 // [E,H].
 struct MoeExpertsQuantInputs {
   TensorView x, ids, weights, gate_up, gate_up_scale, down, down_scale;

@@ -66,10 +66,13 @@ class TokenRows {
     const std::int64_t most = 2 * h.slots + 1;  // a const expert has two rows; shared_x
     rows_ = take<const void*>(scratch, most);
     factors_ = scratch.floats(most);
+    order_ = take<std::int64_t>(scratch, h.slots);
   }
   void find(std::int64_t t) {
     count_ = 0;
-    for (std::int64_t p = t * h_.slots; p < (t + 1) * h_.slots; ++p) {
+    slots_by_expert(h_.ids.data() + t * h_.slots, h_.slots, order_);
+    for (std::int64_t s = 0; s < h_.slots; ++s) {
+      const std::int64_t p = t * h_.slots + order_[s];
       const auto i = static_cast<std::size_t>(p);
       const float w = weights_ != nullptr ? weights_[p] : 1.0f;
       if (h_.rank[i] >= 0) {
@@ -114,6 +117,7 @@ class TokenRows {
   std::int64_t row_bytes_;
   const void** rows_;
   float* factors_;
+  std::int64_t* order_;
   std::int64_t count_ = 0;
 };
 

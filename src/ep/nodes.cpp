@@ -135,7 +135,9 @@ NodesBuffer::Parcel NodesBuffer::pack(const TensorView& x, const TensorView& ids
 
   h->sent.resize(index(wire_.size()));
   h->pair_rank.assign(index(h->tokens * K), -1);
+  h->order.resize(index(h->tokens * K));
   for (std::int64_t t = 0; t < h->tokens; ++t) {
+    slots_by_expert(list + t * K, K, h->order.data() + t * K);
     for (std::int64_t p = t * K; p < (t + 1) * K; ++p) {
       if (list[p] >= 0) {
         const std::vector<int>& there = partners_[index(expert_node_[index(list[p])])];

@@ -80,10 +80,21 @@ void NodesBuffer::combine(const TensorView& y, const NodesHandle& h, const Tenso
     }
   }
   const std::vector<char> returned = exchange(rows, back, home, row_bytes);
-  const bool weighted = sums_ == NodeSums::kExact && !h.weights.empty();
+  std::vector<float> weights;
+  if (sums_ == NodeSums::kExact) {  // in the order of experts
+    const std::vector<std::int32_t> by_slot = pos;
+    weights = h.weights;
+    for (std::int64_t p = 0; p < h.tokens * K; ++p) {
+      const std::int64_t slot = p / K * K + h.order[index(p)];
+      pos[index(p)] = by_slot[index(slot)];
+      if (!weights.empty()) {
+        weights[index(p)] = h.weights[index(slot)];
+      }
+    }
+  }
   moe_unpermute_fwd(contiguous(returned.data(), y.dtype, {next, y.sizes[1]}),
                     contiguous(pos.data(), DType::kI32, {h.tokens, columns}),
-                    weighted ? contiguous(h.weights.data(), DType::kF32, {h.tokens, K}) : TensorView{}, out);
+                    weights.empty() ? TensorView{} : contiguous(weights.data(), DType::kF32, {h.tokens, K}), out);
 }
 
 }  // namespace tidegate::ep

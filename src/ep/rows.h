@@ -65,6 +65,18 @@ inline void copy_rows(const TensorView& from, const TensorView& to) {
   });
 }
 
+// The slots of a token in the order of their experts, those of one expert in their own: the order in which moe_experts
+// adds up, too.
+inline void slots_by_expert(const std::int32_t* ids, std::int64_t slots, std::int64_t* order) {
+  for (std::int64_t s = 0; s < slots; ++s) {
+    std::int64_t at = s;
+    for (; at > 0 && ids[order[at - 1]] > ids[s]; --at) {
+      order[at] = order[at - 1];
+    }
+    order[at] = s;
+  }
+}
+
 // [T,K] of any float type as fp32; absent: left empty.
 inline void read_weights(std::string_view op, Named w, std::int64_t T, std::int64_t K, std::vector<float>& list) {
   if (!w.tensor.defined()) {

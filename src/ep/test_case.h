@@ -1,7 +1,10 @@
 // A problem for several ranks, and what one process makes of it.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <vector>
 
 #include "base/element.h"
 #include "ranks.h"
@@ -76,10 +79,14 @@ inline void apply_experts(const TensorView& rows, const TensorView& y, std::int6
 inline Tensor one_process(const EpProblem& p, bool weighted = true, const Tensor& shared = {}) {
   Tensor out(p.what.dtype, {p.first.back(), p.what.H});
   Tensor row(p.what.dtype, {1});
+  std::vector<std::int64_t> slots(static_cast<std::size_t>(p.what.K));
   for (std::int64_t t = 0; t < p.first.back(); ++t) {
+    std::iota(slots.begin(), slots.end(), 0);
+    std::stable_sort(slots.begin(), slots.end(),
+                     [&](std::int64_t a, std::int64_t b) { return p.id(t * p.what.K + a) < p.id(t * p.what.K + b); });
     for (std::int64_t c = 0; c < p.what.H; ++c) {
       float total = 0.0f;
-      for (std::int64_t k = 0; k < p.what.K; ++k) {
+      for (const std::int64_t k : slots) {
         const std::int32_t e = p.id(t * p.what.K + k);
         if (e >= 0) {
           row.set(0, p.x.get(t * p.what.H + c) * expert_factor(e));

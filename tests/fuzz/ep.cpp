@@ -5,6 +5,7 @@
 #include <cmath>
 #include <exception>
 #include <memory>
+#include <numeric>
 #include <thread>
 
 #include "base/element.h"
@@ -90,16 +91,19 @@ void run_ranks(const Setting& s, const Views& in, const Views& out) {
   }
 }
 
-// The same in one process: sums in the order of slots, rows in the order of expert, rank, token, slot.
+// The same in one process: sums in the order of ids, rows in the order of expert, rank, token, slot.
 void one_process(const Setting& s, const Views& in, const Views& out) {
   const std::int64_t T = s.first.back();
   const auto id = [&](std::int64_t p) { return static_cast<std::int64_t>(read_element(in[1], p)); };
   const std::vector<std::int64_t> share = ep::even_shares(s.config.experts, s.ranks());
   const Tensor row(s.dtype, {1});
   for (std::int64_t t = 0; t < T; ++t) {
+    std::vector<std::int64_t> pairs(static_cast<std::size_t>(s.K));
+    std::iota(pairs.begin(), pairs.end(), t * s.K);
+    std::stable_sort(pairs.begin(), pairs.end(), [&](std::int64_t a, std::int64_t b) { return id(a) < id(b); });
     for (std::int64_t c = 0; c < s.H; ++c) {
       float total = 0.0f;
-      for (std::int64_t p = t * s.K; p < (t + 1) * s.K; ++p) {
+      for (const std::int64_t p : pairs) {
         if (id(p) >= 0) {
           write_element(row, 0, read_element(in[0], offset_of(in[0], t, c)) * factor(id(p)));
           const float w = s.weighted ? static_cast<float>(read_element(in[2], p)) : 1.0f;

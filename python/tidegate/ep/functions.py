@@ -181,7 +181,7 @@ def combine(
     alpha2: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out[t] = sum over k of weights[t,k] * y[row of (t,k)] + shared_x[t], in order of k, in fp32, rounded once.
+    """out[t] = sum over k of weights[t,k] * y[row of (t,k)] + shared_x[t], in order of the ids, in fp32, rounded once.
 
     rows: what dispatch returned. Experts that leave their input alone when there is none break the graph on one rank
     only; with it the graph holds. ori_x [T,H], alpha1, alpha2 [n], v [n,H]: of special experts.

@@ -30,8 +30,9 @@ def nodes_of(group, node=None):
 class NodesHandle:
     """Where the tokens of this rank went, and the handle of those that came here."""
 
-    def __init__(self, buffer, inner, tokens, sent, received, pairs, pair_rank, weights):
+    def __init__(self, buffer, inner, tokens, sent, received, pairs, pair_rank, weights, order):
         self.buffer, self.inner, self.tokens, self.weights = buffer, inner, tokens, weights
+        self.order = order  # int64 [T,K]: the slots of a token in the order of their experts
         # As they were at the dispatch, like those that travelled: the caller may change his.
         self.given_weights = None if weights is None else weights.detach().clone()
         self.serial, self.life = buffer.dispatches, buffer.life  # the same on all ranks
@@ -220,7 +221,8 @@ class NodesBuffer:
             static_shape=static_shape and bool((self.node_of == self.node).any()),
             static_tokens=sum(tokens),
         )
-        return NodesHandle(self, inner, x.shape[0], sent, received, numbers >= 0, pair_rank, weights)
+        order = ids.argsort(dim=1, stable=True)
+        return NodesHandle(self, inner, x.shape[0], sent, received, numbers >= 0, pair_rank, weights, order)
 
     def expand(
         self, handle: NodesHandle, out: torch.Tensor | None = None
@@ -256,7 +258,8 @@ class NodesBuffer:
             places[pairs] = torch.arange(first, first + int(pairs.sum()), dtype=torch.int32)
             pos[tokens] = places
             first += int(pairs.sum())
-        return self._sum(back, pos, weights, shared_x)
+        weights = None if weights is None else weights.gather(1, handle.order)
+        return self._sum(back, pos.gather(1, handle.order), weights, shared_x)
 
     def _fast(self, y, handle, weighted, shared_x, needs_backward):
         rows = self.local.combine(y, handle.inner, weighted=weighted, needs_backward=needs_backward)[0]

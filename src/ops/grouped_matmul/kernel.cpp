@@ -105,6 +105,19 @@ void product(const Block& b) noexcept {
   }
 }
 
+#if TIDEGATE_ISA_ID == 4
+bool packs_halves(const Block& b) {
+  return b.row_type == 1 && b.weight_type == 1 && b.weight_inner == 1 && b.row_count > kLineRows;
+}
+int64_t packed_bytes(const Block& b) noexcept { return packs_halves(b) ? half_bytes(b) : 0; }
+void pack(const Block& b, int64_t first, int64_t n, void* to) noexcept {
+  half_pack(b, first, n, static_cast<bf16*>(to));
+}
+#else
+int64_t packed_bytes(const Block&) noexcept { return 0; }
+void pack(const Block&, int64_t, int64_t, void*) noexcept {}
+#endif
+
 void outer(const OuterBlock& b) noexcept {
 #if TIDEGATE_ISA_ID == 4
   if (b.left_type == 1 && b.right_type == 1) {
@@ -165,6 +178,7 @@ void store_rows(const float* from, int64_t pitch, int64_t rows, int64_t columns,
 
 }  // namespace
 
-extern const grouped_matmul::Kernels grouped_matmul_kernels = {kRoom, kOuterRoom, product, outer, store_rows};
+extern const grouped_matmul::Kernels grouped_matmul_kernels = {kRoom, kOuterRoom, product,   packed_bytes,
+                                                               pack,  outer,      store_rows};
 
 }  // namespace tidegate::TIDEGATE_ISA

@@ -29,7 +29,8 @@ struct Block {
   // As in the product before, whose weight had the same type and strides, with the same room: they may still be packed
   // there.
   bool same_rows;
-  bool same_weight;  // likewise, where it was the rows that changed
+  bool same_weight;    // likewise, where it was the rows that changed
+  const void* packed;  // the rows as `pack` leaves them, or null
 };
 
 // out(m, n) = sum over r ascending of left[r][m] * right[r][n].
@@ -55,6 +56,11 @@ inline constexpr int64_t kOuterRight = 256;
 struct Kernels {
   int64_t room_floats, outer_room_floats;
   void (*product)(const Block&) noexcept;
+  // For rows that meet many weights: how many bytes they take in the form in which a product like this one wants them,
+  // 0 if it takes them as they stand. pack brings elements [first, first + n) into it, where b.rows point to the first
+  // of them; both are multiples of kBlockColumns, but for the end of a row.
+  int64_t (*packed_bytes)(const Block&) noexcept;
+  void (*pack)(const Block&, int64_t first, int64_t n, void* to) noexcept;
   void (*outer)(const OuterBlock&) noexcept;
   // Rows [row_count][columns] of fp32, `pitch` apart, plus bias (absent: 0), to rows of a data type.
   void (*store)(const float* from, int64_t pitch, int64_t rows, int64_t columns, const float* bias, void* to,

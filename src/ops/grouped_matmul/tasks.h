@@ -89,46 +89,49 @@ class BlockTasks {
   BlockTasks(const std::int64_t* offsets, std::int64_t groups, std::int64_t columns, Scratch& scratch,
              bool runs = false)
       : offsets_(offsets), groups_(groups), columns_(columns), width_(kBlockColumns) {
-    std::int64_t all = 0;
+    blocks_ = static_cast<std::int64_t*>(scratch.bytes(static_cast<std::size_t>(groups + 1) * sizeof(std::int64_t)));
+    blocks_[0] = 0;
     for (std::int64_t g = 0; g < groups; ++g) {
-      all += row_blocks(g);
+      blocks_[g + 1] = blocks_[g] + (offsets[g + 1] - offsets[g] + kBlockRows - 1) / kBlockRows;
     }
     if (runs) {
-      width_ *= blocks_per_task(all, (columns + kBlockColumns - 1) / kBlockColumns, parallel_threads());
+      width_ *= blocks_per_task(row_blocks(), (columns + kBlockColumns - 1) / kBlockColumns, parallel_threads());
     }
     column_blocks_ = (columns + width_ - 1) / width_;
-    first_ = static_cast<std::int64_t*>(scratch.bytes(static_cast<std::size_t>(groups + 1) * sizeof(std::int64_t)));
-    first_[0] = 0;
-    for (std::int64_t g = 0; g < groups; ++g) {
-      first_[g + 1] = first_[g] + row_blocks(g) * column_blocks_;
-    }
   }
-  std::int64_t count() const { return first_[groups_]; }
+  std::int64_t count() const { return row_blocks() * column_blocks_; }
   std::int64_t column_blocks() const { return column_blocks_; }
 
   struct Task {
     std::int64_t group, row, rows, column, columns, column_block;
+    std::int64_t row_block;  // counted through all groups
   };
-  Task operator[](std::int64_t i) const {
-    const std::int64_t g = std::upper_bound(first_, first_ + groups_ + 1, i) - first_ - 1;
-    const std::int64_t blocks = row_blocks(g);
-    const std::int64_t c = (i - first_[g]) / blocks;
-    const std::int64_t r = (i - first_[g]) % blocks;
-    // Even blocks: a full one and a single row would read the weights for that row alone.
-    const std::int64_t rows = offsets_[g + 1] - offsets_[g];
+  std::int64_t row_blocks() const { return blocks_[groups_]; }
+  std::int64_t first_row_block(std::int64_t group) const { return blocks_[group]; }
+  struct Rows {
+    std::int64_t first, count;
+  };
+  // Even blocks: a full one and a single row would read the weights for that row alone.
+  Rows rows_of(std::int64_t group, std::int64_t row_block) const {
+    const std::int64_t rows = offsets_[group + 1] - offsets_[group];
+    const std::int64_t blocks = blocks_[group + 1] - blocks_[group];
+    const std::int64_t r = row_block - blocks_[group];
     const std::int64_t begin = rows * r / blocks;
-    return {
-        g, offsets_[g] + begin, rows * (r + 1) / blocks - begin, c * width_, std::min(width_, columns_ - c * width_),
-        c};
+    return {offsets_[group] + begin, rows * (r + 1) / blocks - begin};
+  }
+  Task operator[](std::int64_t i) const {
+    const std::int64_t g = std::upper_bound(blocks_, blocks_ + groups_ + 1, i / column_blocks_) - blocks_ - 1;
+    const std::int64_t blocks = blocks_[g + 1] - blocks_[g];
+    const std::int64_t c = (i - blocks_[g] * column_blocks_) / blocks;
+    const std::int64_t r = (i - blocks_[g] * column_blocks_) % blocks;
+    const Rows rows = rows_of(g, blocks_[g] + r);
+    return {g, rows.first, rows.count, c * width_, std::min(width_, columns_ - c * width_), c, blocks_[g] + r};
   }
 
  private:
-  std::int64_t row_blocks(std::int64_t g) const {
-    return (offsets_[g + 1] - offsets_[g] + kBlockRows - 1) / kBlockRows;
-  }
   const std::int64_t* offsets_;
   std::int64_t groups_, columns_, width_, column_blocks_;
-  std::int64_t* first_;
+  std::int64_t* blocks_;  // [groups + 1]: row blocks before those of a group
 };
 
 // dW_g for all groups: left [.,N] and right [.,K] rows of the groups.

@@ -18,14 +18,14 @@ using grouped_matmul::OuterBlock;
 constexpr int64_t kZipInner = 512;  // of a block of weights: a panel of it fills a first cache
 constexpr int64_t kZipTerms = 256;  // rows of a chain of outer products
 constexpr int64_t kZipLine = 64 / static_cast<int64_t>(sizeof(bf16));
-constexpr int64_t kZipAhead = 16;   // rows of a weight; the hardware does not foresee the next page
+constexpr int64_t kZipAhead = 16;  // rows of a weight; the hardware does not foresee the next page
 
 // 6 x 4 accumulators + 4 vectors of the panel + 1 of the left factor = 29 of 32 registers, 10 loads for 24 products.
 constexpr int kZipRows = 6, kZipVectors = 4;
 constexpr int64_t kZipPanel = kZipVectors * kLanes;
 
 constexpr int64_t kZipRoom = kBlockColumns * kZipInner / 2;
-constexpr int64_t kZipLeft = 96;  // of a block of the left factor: 16 tiles
+constexpr int64_t kZipLeft = 96;                                          // of a block of the left factor: 16 tiles
 constexpr int64_t kZipSums = (kOuterLeft + kOuterRight) * kZipTerms / 2;  // where they begin
 constexpr int64_t kZipOuterRoom = kZipSums + kOuterLeft * kOuterRight;
 
@@ -49,8 +49,8 @@ inline void zip_panels(At at, int64_t n, int64_t columns, bf16* panels) {
   }
 }
 
-// Pair (r, k) of the left factor stands at pair(r, k); those behind the last of `pairs` at tail + 2 r, if there are any.
-// store(r, v, sums) for all R rows of a panel.
+// Pair (r, k) of the left factor stands at pair(r, k); those behind the last of `pairs` at tail + 2 r, if there are
+// any. store(r, v, sums) for all R rows of a panel.
 template <int R, class Pair, class Store>
 TIDEGATE_INLINE void zip_tile(Pair pair, const bf16* panel, int64_t pairs, const bf16* tail, Store store) {
   F32 t[R][kZipVectors];
@@ -140,12 +140,14 @@ inline void zip_block(const Block& b) {
             memcpy(tail[i], row[i] + n - 1, sizeof(bf16));
           }
         }
-        zip_tile<R>([&](int i, int64_t k) __attribute__((always_inline)) { return row[i] + 2 * k; },
-                    panels + 2 * c * pairs, n / 2, n % 2 != 0 ? tail[0] : nullptr, [&](int i, int v, F32 sum) {
-                      float* to = b.out + (r + i) * b.pitch + c + v * kLanes;
-                      const int64_t left = b.columns - c - v * kLanes;
-                      store_part(to, fresh ? sum : load_part(to, left) + sum, left);
-                    });
+        zip_tile<R>(
+            [&](int i, int64_t k) __attribute__((always_inline)) { return row[i] + 2 * k; }, panels + 2 * c * pairs,
+            n / 2, n % 2 != 0 ? tail[0] : nullptr,
+            [&](int i, int v, F32 sum) {
+              float* to = b.out + (r + i) * b.pitch + c + v * kLanes;
+              const int64_t left = b.columns - c - v * kLanes;
+              store_part(to, fresh ? sum : load_part(to, left) + sum, left);
+            });
       });
     }
   }
@@ -194,7 +196,8 @@ inline void zip_outer(const OuterBlock& b) {
             const bf16* from = left + block * kZipTerms + 2 * m;
             zip_tile<decltype(size)::value>(
                 [&](int i, int64_t k) __attribute__((always_inline)) { return from + 2 * (k * kZipLeft + i); },
-                panels + 2 * c * pairs, pairs, nullptr, [&](int i, int v, F32 sum) {
+                panels + 2 * c * pairs, pairs, nullptr,
+                [&](int i, int v, F32 sum) {
                   const int64_t row = block + m + i, column = c + v * kLanes;
                   float* at = sums + row * kOuterRight + column;
                   const F32 total = first != 0 ? load(at) + sum : sum;

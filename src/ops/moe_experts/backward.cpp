@@ -116,31 +116,29 @@ void low_rank_gradients(const Plan& p, const Set& s, const Trail& t, const MoeEx
   if (g.dgate_up_lora_b.defined()) {
     const GateUp both = gate_up_of(g.dgate_up_lora_b, WeightAxes::kNK, o.interleaved);
     const void** u = narrow_rows(s, hidden.u, hidden.rank, own);
-    outer_products({hidden_rows(p, s, t.dgate, own), u, p.type, kFloat, s.offsets, s.groups, false},
-                   both.gate);
+    outer_products({hidden_rows(p, s, t.dgate, own), u, p.type, kFloat, s.offsets, s.groups, false}, both.gate);
     outer_products({hidden_rows(p, s, t.dup, own), u, p.type, kFloat, s.offsets, s.groups, false}, both.up);
   }
   if (g.dgate_up_lora_a.defined()) {
-    outer_products({narrow_rows(s, t.narrow_hidden, hidden.rank, own), s.x_rows, kFloat, p.type, s.offsets,
-                    s.groups, false},
-                   weights_of(g.dgate_up_lora_a, WeightAxes::kNK));
+    outer_products(
+        {narrow_rows(s, t.narrow_hidden, hidden.rank, own), s.x_rows, kFloat, p.type, s.offsets, s.groups, false},
+        weights_of(g.dgate_up_lora_a, WeightAxes::kNK));
   }
   if (g.ddown_lora_b.defined()) {
     narrow_hidden(p, s, own);
-    outer_products({t.dout_rows, narrow_rows(s, down.u, down.rank, own), p.type, kFloat, s.offsets,
-                    s.groups, false},
+    outer_products({t.dout_rows, narrow_rows(s, down.u, down.rank, own), p.type, kFloat, s.offsets, s.groups, false},
                    weights_of(g.ddown_lora_b, WeightAxes::kNK));
   }
   if (g.ddown_lora_a.defined()) {
-    outer_products({narrow_rows(s, t.narrow_down, down.rank, own), hidden_rows(p, s, s.a, own), kFloat,
-                    p.type, s.offsets, s.groups, false},
+    outer_products({narrow_rows(s, t.narrow_down, down.rank, own), hidden_rows(p, s, s.a, own), kFloat, p.type,
+                    s.offsets, s.groups, false},
                    weights_of(g.ddown_lora_a, WeightAxes::kNK));
   }
 }
 
 }  // namespace
 
-void backward(const Plan& p, const TensorView& dout, const MoeExpertsGradients& g, const MoeExpertsOptions& o,
+void backward(Plan p, const TensorView& dout, const MoeExpertsGradients& g, const MoeExpertsOptions& o,
               Scratch& scratch) {
   const bool router = p.has_shared && (g.dx.defined() || g.dshared_router.defined());
   const Needs needs[2] = {
@@ -150,6 +148,8 @@ void backward(const Plan& p, const TensorView& dout, const MoeExpertsGradients& 
       {g.dx.defined(), router, g.dshared_gate.defined() || g.dshared_up.defined(), g.dshared_down.defined()}};
   const BlockTasks routed(p.routed.offsets, p.routed.groups, p.routed.width(), scratch);
   const BlockTasks shared(p.shared.offsets, p.shared.groups, p.has_shared ? p.shared.width() : 0, scratch);
+  p.routed.a = take_hidden(p, p.routed, scratch);
+  p.shared.a = p.has_shared ? take_hidden(p, p.shared, scratch) : nullptr;
   Trail trails[2] = {make_trail(p, p.routed, dout, needs[0], routed.column_blocks(), scratch),
                      p.has_shared ? make_trail(p, p.shared, dout, needs[1], shared.column_blocks(), scratch) : Trail{}};
   const LowRank& hidden_lora = p.routed.hidden_lora;
@@ -196,24 +196,32 @@ void backward(const Plan& p, const TensorView& dout, const MoeExpertsGradients& 
   if (g.dx.defined()) {
     collect(
         p, g.dx,
-        [&](const Set& s, std::int64_t e, std::int64_t place, std::int64_t count, std::int64_t column,
-            std::int64_t columns, std::int64_t, float* to, float* room) {
+        [&](const Set& s, const Run& run, const Collected& to) {
           const Trail& t = trails[&s == &p.routed ? 0 : 1];
-          const void* rows[kBlockRows];
-          for (int i = 0; i < 2; ++i) {
-            for (std::int64_t r = 0; r < count; ++r) {
-              rows[r] = (i == 0 ? t.dgate : t.dup) + (place + r) * s.width() * p.bytes;
+          for_column_blocks(to, [&](std::int64_t column, std::int64_t columns) {
+            for (int i = 0; i < 2; ++i) {
+              for_row_blocks(run.count, [&](std::int64_t first, std::int64_t count, std::int64_t) {
+                const void* rows[kBlockRows];
+                for (std::int64_t r = 0; r < count; ++r) {
+                  rows[r] = (i == 0 ? t.dgate : t.dup) + (run.place + first + r) * s.width() * p.bytes;
+                }
+                Factor f{i == 0 ? s.gate : s.up, run.group, column, columns, true};
+                f.same_weight = first > 0;
+                multiply(f, rows, p.type, count, to.at(first, column), to.pitch, i == 1, to.room);
+              });
             }
-            multiply({i == 0 ? s.gate : s.up, e, column, columns, true}, rows, p.type, count, to, kCollectColumns,
-                     i == 1, room);
-          }
-          if (const LowRank& l = s.hidden_lora; l.rank > 0) {
-            widen({l.a, e, column, columns, true}, t.narrow_hidden, l.rank, place, count, to, kCollectColumns, room);
-          }
+            if (const LowRank& l = s.hidden_lora; l.rank > 0) {
+              for_row_blocks(run.count, [&](std::int64_t first, std::int64_t count, std::int64_t) {
+                widen({l.a, run.group, column, columns, true}, t.narrow_hidden, l.rank, run.place + first, count,
+                      to.at(first, column), to.pitch, to.room);
+              });
+            }
+          });
         },
-        [&](Combine& c, std::int64_t first, std::int64_t column) {
-          c.direction = p.has_shared ? p.router + column : nullptr;
-          c.steps = p.has_shared ? steps + first : nullptr;
+        {nullptr, nullptr},
+        [&](Result& r, std::int64_t first, std::int64_t column) {
+          r.direction = p.has_shared ? p.router + column : nullptr;
+          r.steps = p.has_shared ? steps + first : nullptr;
         });
   }
   const GateUp both = g.dgate_up.defined() ? gate_up_of(g.dgate_up, o.weight_axes, o.interleaved) : GateUp{};

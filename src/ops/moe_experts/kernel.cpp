@@ -1,4 +1,4 @@
-// silu(gate) * up and its gradient, and sums over slots.
+// silu(gate) * up and its gradient, and sums over the experts of a token.
 #include "ops/moe_experts/kernel.h"
 
 #include "simd/lanes.h"
@@ -7,6 +7,8 @@ namespace tidegate::TIDEGATE_ISA {
 namespace {
 
 using namespace moe_experts;
+
+constexpr int64_t kRowsAhead = 4;
 
 template <class T>
 void forward(const Activation& v) noexcept {
@@ -53,30 +55,29 @@ void backward(const Activation& v) noexcept {
 }
 
 template <class T>
-void combine(const Combine& v, int64_t first, int64_t last) noexcept {
+void add(const Addition& v) noexcept {
   const T* like = nullptr;
-  for (int64_t t = first; t < last; ++t) {
+  for (int64_t r = 0; r < v.rows; ++r) {
+    const auto sums_of = [&](int64_t row) { return v.sums + (v.pairs[row] / v.slots - v.first_token) * v.sums_pitch; };
+    float* sums = sums_of(r);
+    const float* y = v.y + r * v.pitch;
+    const float* later = sums_of(r + kRowsAhead < v.rows ? r + kRowsAhead : r);  // tokens lie anywhere
+    const F32 weight = set1(v.weights != nullptr ? v.weights[r] : 1.0f);
+    for_lanes(v.columns, [&](int64_t c, auto lanes) {
+      prefetch(later + c);
+      const F32 one = lanes.get(y + c);
+      lanes.put(sums + c, fma(weight, v.round_y ? round_to(one, like) : one, lanes.get(sums + c)));
+    });
+  }
+}
+
+template <class T>
+void finish(const Result& v) noexcept {
+  for (int64_t t = 0; t < v.tokens; ++t) {
     T* out = static_cast<T*>(v.out) + t * v.out_row;
     for_lanes(v.columns, [&](int64_t c, auto lanes) {
-      const auto get = [&](const float* from) {
-        const F32 y = lanes.get(from + c);
-        return v.round_y ? round_to(y, like) : y;
-      };
-      F32 total = zero();
-      for (int64_t s = t * v.slots; s < (t + 1) * v.slots; ++s) {
-        if (v.rows[s] >= 0) {
-          const F32 y = get(v.y + v.rows[s] * v.pitch);
-          total = v.weights != nullptr ? fma(set1(v.weights[s]), y, total) : total + y;
-        }
-      }
-      if (v.shared != nullptr) {
-        const F32 y = get(v.shared + t * v.pitch);
-        total = v.shared_weights != nullptr ? fma(set1(v.shared_weights[t]), y, total) : total + y;
-      }
-      if (v.direction != nullptr) {
-        total = fma(set1(v.steps[t]), lanes.get(v.direction + c), total);
-      }
-      lanes.put(out + c, total);
+      const F32 total = lanes.get(v.sums + t * v.pitch + c);
+      lanes.put(out + c, v.direction != nullptr ? fma(set1(v.steps[t]), lanes.get(v.direction + c), total) : total);
     });
   }
 }
@@ -85,6 +86,7 @@ void combine(const Combine& v, int64_t first, int64_t last) noexcept {
 
 extern const moe_experts::Kernels moe_experts_kernels = {{forward<float>, forward<bf16>, forward<f16>},
                                                          {backward<float>, backward<bf16>, backward<f16>},
-                                                         {combine<float>, combine<bf16>, combine<f16>}};
+                                                         {add<float>, add<bf16>, add<f16>},
+                                                         {finish<float>, finish<bf16>, finish<f16>}};
 
 }  // namespace tidegate::TIDEGATE_ISA

@@ -19,18 +19,25 @@ struct Activation {
   int64_t dfactors_step;
 };
 
-// A sum over the slots of tokens [first, last), columns of a block.
-struct Combine {
-  const float* y;  // rows of `pitch` floats
-  int64_t pitch, columns, slots;
-  const int32_t* rows;   // [token][slot]: the row of y, -1: none
-  const float* weights;  // the same; absent: 1
-  // What is added afterwards, a row a token; absent: nothing.
-  const float* shared;
-  const float* shared_weights;  // absent: 1
-  const float* direction;       // plus steps[token] * direction
-  const float* steps;
+// Rows of results that are added to the sums of their tokens.
+struct Addition {
+  const float* y;  // [rows], `pitch` apart
+  int64_t pitch, columns, rows;
+  const int32_t* pairs;  // [rows]: pair / slots is the token
+  int64_t slots, first_token;
+  const float* weights;  // [rows]; absent: 1
   bool round_y;
+  float* sums;  // of first_token and those after it, sums_pitch apart
+  int64_t sums_pitch;
+};
+
+// Sums as results.
+struct Result {
+  const float* sums;  // `pitch` apart
+  int64_t pitch, columns, tokens;
+  // Plus steps[token] * direction; absent: nothing.
+  const float* direction;
+  const float* steps;
   void* out;
   int64_t out_row;
 };
@@ -39,7 +46,8 @@ struct Combine {
 struct Kernels {
   void (*forward[kDataTypes])(const Activation&) noexcept;
   void (*backward[kDataTypes])(const Activation&) noexcept;
-  void (*combine[kDataTypes])(const Combine&, int64_t first, int64_t last) noexcept;
+  void (*add[kDataTypes])(const Addition&) noexcept;
+  void (*finish[kDataTypes])(const Result&) noexcept;
 };
 
 }  // namespace tidegate::moe_experts

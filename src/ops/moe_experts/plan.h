@@ -9,10 +9,19 @@ namespace tidegate::moe_experts {
 
 using grouped_matmul::Weights;
 
-// Columns of a task that collects the results of many experts: a row of floats for every pair stays small.
-inline constexpr std::int64_t kCollectColumns = 128;
-// Pairs whose rows are collected at a time: 8 MB of floats.
-inline constexpr std::int64_t kCollectPairs = 16384;
+// Tokens whose sums a task has at a time: of kBlockColumns columns they are a megabyte of floats.
+inline constexpr std::int64_t kTokenBlock = 2048;
+// Or more columns of fewer tokens, so that weights are read in longer stretches: up to 512 while there are four tasks
+// for every thread.
+inline std::int64_t collect_columns(std::int64_t tokens, std::int64_t token_blocks, std::int64_t H,
+                                    std::int64_t threads) {
+  std::int64_t columns = grouped_matmul::kBlockColumns;
+  while (columns < 512 && 2 * columns * tokens <= grouped_matmul::kBlockColumns * kTokenBlock &&
+         token_blocks * ((H + 2 * columns - 1) / (2 * columns)) >= 4 * threads) {
+    columns *= 2;
+  }
+  return columns;
+}
 
 // A low-rank addition to weights. u is what the input rows become on its narrow side, in fp32.
 struct LowRank {
@@ -28,13 +37,12 @@ struct Set {
   LowRank hidden_lora, down_lora;
   std::int64_t groups, places, slots;  // slots: of a token
   const std::int64_t* offsets;         // [groups + 1] of places
+  const std::int64_t* cuts;            // [groups * token_blocks + 1] of places: those of a group by blocks of tokens
   const std::int32_t* src;             // [places]: the pair; pair / slots is the token
   const std::int32_t* pos;             // [T * slots]: the place, or -1
-  const std::int32_t* ids;             // [T * slots]: the group
-  const float* pair_weights;           // [T * slots]
   const float* place_weights;          // [places]
   const void** x_rows;                 // [places]
-  char* a;                             // [places][width] of x's type
+  char* a;                             // [places][width] of x's type; a forward may have packed them
   // gate and up that a forward keeps for the backward, fp32: of place j at hidden + j * hidden_row, and hidden_up
   // behind it. Absent: they live as long as their block.
   float* hidden;
@@ -44,8 +52,9 @@ struct Set {
 
 struct Plan {
   std::int64_t T, H;
-  int type;   // of x
-  int bytes;  // of an element of it
+  std::int64_t token_block, token_blocks;  // tokens whose results are collected at a time
+  int type;                                // of x
+  int bytes;                               // of an element of it
   Set routed, shared;
   bool has_shared;
   float* shared_gate;   // [T]: sigmoid(<router, x>)
@@ -79,9 +88,13 @@ inline Weights matrix_of(const TensorView& t) {
 Plan make_plan(const MoeExpertsInputs& in, const std::int32_t* ids, const MoeExpertsOptions& options,
                const TensorView& hidden, Scratch& scratch);
 
-void forward(const Plan& p, const TensorView& out, Scratch& scratch);
-void backward(const Plan& p, const TensorView& dout, const MoeExpertsGradients& out, const MoeExpertsOptions& options,
+void forward(Plan p, const TensorView& out, Scratch& scratch);
+void backward(Plan p, const TensorView& dout, const MoeExpertsGradients& out, const MoeExpertsOptions& options,
               Scratch& scratch);
+
+inline char* take_hidden(const Plan& p, const Set& s, Scratch& scratch) {
+  return take<char>(scratch, s.places * s.width() * p.bytes);
+}
 
 // sigmoid(<router, x>) of the tokens of one task; tasks: how many there are.
 std::int64_t gate_tasks(const Plan& p);
@@ -94,8 +107,11 @@ struct Factor {
   std::int64_t group, first, columns;
   bool transposed;
   const void* later = nullptr;
-  bool same_rows = false;  // as in the product before, whose weight had the same type and strides, with the same room
+  // As in the product before, whose weight had the same type and strides, with the same room.
+  bool same_rows = false, same_weight = false;
+  const void* packed = nullptr;
 };
+grouped_matmul::Block block_of(const Factor& f, const void* const* rows, int row_type, std::int64_t count);
 void multiply(const Factor& f, const void* const* rows, int row_type, std::int64_t count, float* out,
               std::int64_t pitch, bool accumulate, float* room);
 

@@ -101,6 +101,7 @@ TEST(MoeExperts, RealWidths) {
   Errors errors;
   for (Experts c : {Experts{1, 2048, 512, 2, 2}, Experts{20, 2048, 24, 3, 2}, Experts{20, 96, 512, 3, 2}}) {
     c.dtype = c.weight_type = DType::kBF16;
+    errors.add(make_experts(random, c));
     c.rank = 8;
     errors.add(make_experts(random, c));
   }

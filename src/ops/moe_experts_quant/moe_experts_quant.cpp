@@ -19,7 +19,7 @@ using quant_products::SwigluBlock;
 using quant_products::Weights;
 using quant_products::weights_of;
 
-// Columns of a task of the second product. It holds them for all pairs, 8 MB for 16384 of them.
+// Columns of a task of the second product. It holds their sums for all tokens.
 constexpr std::int64_t kColumns = 128;
 
 struct Sizes {
@@ -91,9 +91,10 @@ void moe_experts_quant(const MoeExpertsQuantInputs& in, const TensorView& out, c
   Scratch scratch;
   const std::int32_t* ids = read_expert_ids(op, {"ids", in.ids}, s.E, options.ids_convention, scratch);
   const Routing routing = sort_pairs(ids, in.ids.numel(), s.E, scratch);
-  float* slot_weights = scratch.floats(routing.pairs + 1);
-  for (std::int64_t i = 0; i < routing.pairs; ++i) {
-    slot_weights[i] = static_cast<float>(read_element(in.weights, offset_of(in.weights, i / s.k, i % s.k)));
+  float* place_weights = scratch.floats(routing.pairs + 1);
+  for (std::int64_t j = 0; j < routing.routed(); ++j) {
+    const std::int64_t pair = routing.src[j];
+    place_weights[j] = static_cast<float>(read_element(in.weights, offset_of(in.weights, pair / s.k, pair % s.k)));
   }
   const RowBlocks blocks(routing.offsets, s.E, scratch);
   const Quantised tokens = room_for(s.T, s.H, scratch);
@@ -145,12 +146,14 @@ void moe_experts_quant(const MoeExpertsQuantInputs& in, const TensorView& out, c
     }
   });
 
-  const auto combine = moe_experts_kernels_for(active_isa()).combine[data_type_index(out.dtype)];
+  const int type = data_type_index(out.dtype);
+  const auto& sums_kernels = moe_experts_kernels_for(active_isa());
   parallel_for((s.H + kColumns - 1) / kColumns, [&](std::int64_t task) {
     const std::int64_t first = task * kColumns;
     const std::int64_t columns = std::min(kColumns, s.H - first);
     Scratch task_room;
-    float* y = task_room.floats(routing.routed() * kColumns + 1);
+    float* sums = task_room.floats(s.T * kColumns + 1);
+    std::fill_n(sums, s.T * kColumns, 0.0f);
     for (std::int64_t i = 0; i < blocks.count(); ++i) {
       const RowBlocks::Rows rows = blocks[i];
       Scratch own;
@@ -158,19 +161,13 @@ void moe_experts_quant(const MoeExpertsQuantInputs& in, const TensorView& out, c
       set_rows(b, inner, rows.count, kernels, own, [&](std::int64_t j) { return rows.first + j; });
       b.packed = packed_block(i);
       b.pitch = kColumns;
-      b.out = y + rows.first * kColumns;
+      b.out = own.floats(rows.count * kColumns);
       kernels.product(b);
+      sums_kernels.add[type]({b.out, kColumns, columns, rows.count, routing.src + rows.first, s.k, 0,
+                              place_weights + rows.first, false, sums, kColumns});
     }
-    moe_experts::Combine c{};
-    c.y = y;
-    c.pitch = kColumns;
-    c.columns = columns;
-    c.slots = s.k;
-    c.rows = routing.pos;
-    c.weights = slot_weights;
-    c.out = static_cast<char*>(out.data) + first * dtype_bytes(out.dtype);
-    c.out_row = out.strides[0];
-    combine(c, 0, s.T);
+    sums_kernels.finish[type]({sums, kColumns, columns, s.T, nullptr, nullptr,
+                               static_cast<char*>(out.data) + first * dtype_bytes(out.dtype), out.strides[0]});
   });
 }
 
