@@ -77,6 +77,7 @@ void outer_products(const OuterProducts& p, const Weights& out) {
     b.right = (swapped ? p.left : p.right) + first;
     b.left_type = swapped ? p.right_type : p.left_type;
     b.right_type = swapped ? p.left_type : p.right_type;
+    b.factors = p.factors != nullptr ? p.factors + first : nullptr;
     b.rows = rows;
     b.left_first = m;
     b.left_count = m_end - m;
@@ -253,7 +254,7 @@ void grouped_matmul_bwd(const TensorView& dy, const TensorView& x, const TensorV
   }
   if (dweight.defined()) {
     const void** x_rows = pointers_to(x, scratch);
-    outer_products({dy_rows, x_rows, type, type, offsets, G, options.accumulate},
+    outer_products({dy_rows, x_rows, nullptr, type, type, offsets, G, options.accumulate},
                    weights_of(dweight, options.weight_axes));
   }
   if (dbias.defined()) {

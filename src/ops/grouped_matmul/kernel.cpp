@@ -29,12 +29,14 @@ constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 constexpr int64_t kRoom = larger(kWidened + kPackColumns * kStretch, larger(kHalvesRoom, kZipRoom));
 constexpr int64_t kOuterRoom = larger(kOuterLeft * (kTerms + kOuterRight) + kOuterRight * kTerms, kZipOuterRoom);
 
-// Elements [first, first + n) of rows as floats, `pitch` apart.
-void widen_rows(const void* const* rows, int type, int64_t count, int64_t first, int64_t n, float* to, int64_t pitch) {
+// Elements [first, first + n) of rows as floats, `pitch` apart, each times its factor if there are factors.
+void widen_rows(const void* const* rows, int type, int64_t count, int64_t first, int64_t n, const float* factors,
+                float* to, int64_t pitch) {
   with_type(type, [&]<class T>(T*) {
     for (int64_t r = 0; r < count; ++r) {
       const T* from = static_cast<const T*>(rows[r]) + first;
-      for_lanes(n, [&](int64_t c, auto lanes) { lanes.put(to + r * pitch + c, lanes.get(from + c)); });
+      const F32 factor = set1(factors != nullptr ? factors[r] : 1.0f);
+      for_lanes(n, [&](int64_t c, auto lanes) { lanes.put(to + r * pitch + c, factor * lanes.get(from + c)); });
     }
   });
 }
@@ -84,7 +86,7 @@ void product(const Block& b) noexcept {
   const int64_t step = b.weight_inner == 1 ? kPanel : kPackColumns;
   for (int64_t first = 0; first < b.inner || first == 0; first += kStretch) {
     const int64_t n = b.inner - first < kStretch ? b.inner - first : kStretch;
-    widen_rows(b.rows, b.row_type, b.row_count, first, n, x, kStretch);
+    widen_rows(b.rows, b.row_type, b.row_count, first, n, nullptr, x, kStretch);
     for (int64_t c = 0; c < b.columns; c += step) {
       const int64_t columns = b.columns - c < step ? b.columns - c : step;
       with_type(b.weight_type, [&]<class W>(W*) {
@@ -120,7 +122,7 @@ void pack(const Block&, int64_t, int64_t, void*) noexcept {}
 
 void outer(const OuterBlock& b) noexcept {
 #if TIDEGATE_ISA_ID == 4
-  if (b.left_type == 1 && b.right_type == 1) {
+  if (b.left_type == 1 && b.right_type == 1 && b.factors == nullptr) {
     zip_outer(b);
     return;
   }
@@ -131,7 +133,8 @@ void outer(const OuterBlock& b) noexcept {
   const int64_t pitch = whole_panels(b.right_count);
   for (int64_t first = 0; first < b.rows; first += kTerms) {
     const int64_t n = b.rows - first < kTerms ? b.rows - first : kTerms;
-    widen_rows(b.left + first, b.left_type, n, b.left_first, b.left_count, left, kOuterLeft);
+    widen_rows(b.left + first, b.left_type, n, b.left_first, b.left_count,
+               b.factors != nullptr ? b.factors + first : nullptr, left, kOuterLeft);
     with_type(b.right_type, [&]<class T>(T*) {
       for (int64_t c = 0; c < b.right_count; c += kPanel) {
         for (int64_t r = 0; r < n; ++r) {

@@ -33,10 +33,11 @@ struct Block {
   const void* packed;  // the rows as `pack` leaves them, or null
 };
 
-// out(m, n) = sum over r ascending of left[r][m] * right[r][n].
+// out(m, n) = sum over r ascending of factors[r] * left[r][m] * right[r][n]; absent factors are 1.
 struct OuterBlock {
   const void* const* left;
   const void* const* right;
+  const float* factors;
   int64_t rows;                      // any number
   int64_t left_first, left_count;    // m, at most kOuterLeft
   int64_t right_first, right_count;  // n, at most kOuterRight

@@ -134,10 +134,11 @@ class BlockTasks {
   std::int64_t* blocks_;  // [groups + 1]: row blocks before those of a group
 };
 
-// dW_g for all groups: left [.,N] and right [.,K] rows of the groups.
+// dW_g for all groups: left [.,N] and right [.,K] rows of the groups, each left row times its factor.
 struct OuterProducts {
   const void* const* left;
   const void* const* right;
+  const float* factors;  // absent: 1; with factors bf16 rows are multiplied in fp32
   int left_type, right_type;
   const std::int64_t* offsets;
   std::int64_t groups;

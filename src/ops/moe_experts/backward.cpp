@@ -1,5 +1,5 @@
 // The backward of the experts. gate and up come from the forward or are computed again; what is kept of a pair are a
-// times its routing weight, dgate and dup, in x's type.
+// times its routing weight (fp16: a alone), dgate and dup, in x's type.
 #include <cstring>
 
 #include "ops/moe_experts/collect.h"
@@ -19,6 +19,8 @@ struct Trail {
   // Gradients on the narrow sides of low-rank additions, times their scales: of down before the routing weight.
   float *narrow_down, *narrow_hidden;
   bool wants_da, wants_a;
+  // Of ddown's rows, where they are not in a: fp16 has no range for a times a routing weight. Else absent.
+  const float* factors;
 };
 
 struct Needs {
@@ -40,6 +42,7 @@ Trail make_trail(const Plan& p, const Set& s, const TensorView& dout, const Need
   }
   t.wants_da = needs.x || needs.hidden || needs.factors;
   t.wants_a = needs.down;
+  t.factors = p.type == data_type_index(DType::kF16) ? s.place_weights : nullptr;
   return t;
 }
 
@@ -63,6 +66,7 @@ void run_block(const Plan& p, const Set& s, const Trail& trail, const BlockTasks
     v.da = da;
   }
   v.factors = s.place_weights + t.row;
+  v.weighted = trail.factors == nullptr;
   const std::int64_t at = (t.row * s.width() + t.column) * p.bytes;
   v.gate = h.gate;
   v.up = h.up;
@@ -92,7 +96,7 @@ float factor_gradient(const Trail& t, std::int64_t place) {
 void weight_gradients(const Plan& p, const Set& s, const Trail& t, const Weights* dgate, const Weights* dup,
                       const Weights* ddown) {
   Scratch own;
-  OuterProducts q{nullptr, s.x_rows, p.type, p.type, s.offsets, s.groups, false};
+  OuterProducts q{nullptr, s.x_rows, nullptr, p.type, p.type, s.offsets, s.groups, false};
   for (int i = 0; i < 2; ++i) {
     if (const Weights* out = i == 0 ? dgate : dup; out != nullptr) {
       q.left = hidden_rows(p, s, i == 0 ? t.dgate : t.dup, own);
@@ -102,6 +106,7 @@ void weight_gradients(const Plan& p, const Set& s, const Trail& t, const Weights
   if (ddown != nullptr) {
     q.left = t.dout_rows;
     q.right = hidden_rows(p, s, s.a, own);
+    q.factors = t.factors;
     outer_products(q, *ddown);
   }
 }
@@ -116,22 +121,24 @@ void low_rank_gradients(const Plan& p, const Set& s, const Trail& t, const MoeEx
   if (g.dgate_up_lora_b.defined()) {
     const GateUp both = gate_up_of(g.dgate_up_lora_b, WeightAxes::kNK, o.interleaved);
     const void** u = narrow_rows(s, hidden.u, hidden.rank, own);
-    outer_products({hidden_rows(p, s, t.dgate, own), u, p.type, kFloat, s.offsets, s.groups, false}, both.gate);
-    outer_products({hidden_rows(p, s, t.dup, own), u, p.type, kFloat, s.offsets, s.groups, false}, both.up);
+    outer_products({hidden_rows(p, s, t.dgate, own), u, nullptr, p.type, kFloat, s.offsets, s.groups, false},
+                   both.gate);
+    outer_products({hidden_rows(p, s, t.dup, own), u, nullptr, p.type, kFloat, s.offsets, s.groups, false}, both.up);
   }
   if (g.dgate_up_lora_a.defined()) {
-    outer_products(
-        {narrow_rows(s, t.narrow_hidden, hidden.rank, own), s.x_rows, kFloat, p.type, s.offsets, s.groups, false},
-        weights_of(g.dgate_up_lora_a, WeightAxes::kNK));
+    outer_products({narrow_rows(s, t.narrow_hidden, hidden.rank, own), s.x_rows, nullptr, kFloat, p.type, s.offsets,
+                    s.groups, false},
+                   weights_of(g.dgate_up_lora_a, WeightAxes::kNK));
   }
   if (g.ddown_lora_b.defined()) {
     narrow_hidden(p, s, own);
-    outer_products({t.dout_rows, narrow_rows(s, down.u, down.rank, own), p.type, kFloat, s.offsets, s.groups, false},
-                   weights_of(g.ddown_lora_b, WeightAxes::kNK));
+    outer_products(
+        {t.dout_rows, narrow_rows(s, down.u, down.rank, own), t.factors, p.type, kFloat, s.offsets, s.groups, false},
+        weights_of(g.ddown_lora_b, WeightAxes::kNK));
   }
   if (g.ddown_lora_a.defined()) {
-    outer_products({narrow_rows(s, t.narrow_down, down.rank, own), hidden_rows(p, s, s.a, own), kFloat, p.type,
-                    s.offsets, s.groups, false},
+    outer_products({narrow_rows(s, t.narrow_down, down.rank, own), hidden_rows(p, s, s.a, own), t.factors, kFloat,
+                    p.type, s.offsets, s.groups, false},
                    weights_of(g.ddown_lora_a, WeightAxes::kNK));
   }
 }
@@ -240,7 +247,7 @@ void backward(Plan p, const TensorView& dout, const MoeExpertsGradients& g, cons
   if (g.dshared_router.defined()) {
     const void** rows = row_pointers(p.T, scratch, [&](std::int64_t t) { return steps + t; });
     const TensorView& r = g.dshared_router;
-    outer_products({rows, p.shared.x_rows, 0, p.type, p.shared.offsets, 1, false},
+    outer_products({rows, p.shared.x_rows, nullptr, 0, p.type, p.shared.offsets, 1, false},
                    {static_cast<char*>(r.data), 1, p.H, 0, p.H, 1, data_type_index(r.dtype), dtype_bytes(r.dtype)});
   }
 }

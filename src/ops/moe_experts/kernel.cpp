@@ -22,7 +22,7 @@ void forward(const Activation& v) noexcept {
 }
 
 // With da = w da': dup = da silu(gate), dgate = da up silu'(gate), dw = <da', a> with a as it was rounded. What ddown
-// needs is w a, rounded once.
+// needs is w a, rounded once, if the type has the range for it.
 template <class T>
 void backward(const Activation& v) noexcept {
   for (int64_t r = 0; r < v.rows; ++r) {
@@ -35,7 +35,7 @@ void backward(const Activation& v) noexcept {
       const F32 s = sigmoid(g);
       const F32 a = silu(g) * u;
       if (v.a != nullptr) {
-        lanes.put(static_cast<T*>(v.a) + r * v.a_row + c, w * a);
+        lanes.put(static_cast<T*>(v.a) + r * v.a_row + c, v.weighted ? w * a : a);
       }
       if (v.da == nullptr) {
         return;

@@ -11,7 +11,8 @@ namespace tidegate::moe_experts {
 struct Activation {
   const float *gate, *up;
   const float* da;       // backward only: the gradient of silu(gate) * up before the routing weight, by da_pitch
-  const float* factors;  // backward only: the routing weights of the rows, which a is multiplied by
+  const float* factors;  // backward only: the routing weights of the rows
+  bool weighted;         // backward only: a is multiplied by them
   int64_t rows, columns, pitch, da_pitch;
   void *a, *dgate, *dup;  // absent: not wanted
   int64_t a_row, dh_row;

@@ -108,6 +108,29 @@ TEST(MoeExperts, RealWidths) {
   errors.expect(DType::kBF16, DType::kBF16);
 }
 
+// Routing weights that silu(gate) * up, or the gradient of the output, cannot be multiplied by in fp16.
+TEST(MoeExperts, RoutingWeightsBeyondHalfPrecision) {
+  for (const double weight : {1e4, 1e-6}) {
+    Random random;
+    for (const std::int64_t rank : {0, 4}) {
+      ExpertsCase e = make_experts(random, {300, 64, 96, 4, 2, 0, DType::kF16, DType::kF16, false, {}, -1, 0, rank});
+      e.weights.fill(weight);
+      const Tensor dout = copied(e.dout);
+      e.dout.fill([&](std::int64_t i) { return dout.get(i) * (weight > 1.0 ? 1e-3 : 1e3); });
+      const ExpertsGradients g = backward(e);
+      const ExpertsGradients exact = backward(wide(e));
+      for (const int i : {3, 10, 11}) {  // ddown and its low-rank addition
+        double error = 0.0, size = 0.0;
+        for (std::int64_t j = 0; g.has(i) && j < g.g[i].view().numel(); ++j) {
+          error += std::pow(g.g[i].get(j) - exact.g[i].get(j), 2.0);
+          size += std::pow(exact.g[i].get(j), 2.0);
+        }
+        EXPECT_LE(std::sqrt(error), 1e-3 * std::sqrt(size)) << kGradientNames[i] << " " << weight;
+      }
+    }
+  }
+}
+
 // 2I == H: both readings of the weights are possible, and only the flag says which one is meant.
 TEST(MoeExperts, AWrongLayoutFlagIsNotRepaired) {
   Random random;
