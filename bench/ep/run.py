@@ -12,6 +12,7 @@ in the window. The largest ratios of both forms are printed beside the promised 
 import argparse
 import datetime
 import json
+import mmap
 import os
 import platform
 import statistics
@@ -28,6 +29,30 @@ import tidegate
 
 HIDDEN, SLOTS, EXPERTS = 7168, 8, 256
 MOST_RATIO = {"mpi": 0.30, "gloo": 0.05}  # what the project promises of every cell
+
+
+class Barrier:
+    """Ranks begin together, also where they share cores, and those that are done leave the cores to the others. Gloo's
+    barrier lets four ranks on two cores go 0.4 ms apart and eight 0.9 ms: time of whoever then waits for a rank."""
+
+    def __init__(self, path, rank, ranks):
+        with open(path, "a+b") as file:
+            file.truncate(8 * ranks)
+            self.here = memoryview(mmap.mmap(file.fileno(), 8 * ranks)).cast("q")
+        self.rank, self.times = rank, 0
+        self.shared = ranks > len(os.sched_getaffinity(0))
+
+    def wait(self, sleep=False):
+        self.times += 1
+        self.here[self.rank] = self.times
+        while min(self.here) < self.times:
+            time.sleep(1e-3) if sleep else os.sched_yield()
+
+    def begin(self):
+        self.wait()
+
+    def end(self):
+        self.wait(sleep=self.shared)
 
 
 def make(rank, tokens):
@@ -80,13 +105,14 @@ def through_tidegate(buffer, x, ids, weights):
     return out, (middle - begin, time.perf_counter() - middle)
 
 
-def in_place(buffer, x, ids, weights):
+def in_place(barrier, buffer, x, ids, weights):
     """The same without expansion: the copy stands for experts that read the senders' rows and write the window."""
     begin = time.perf_counter()
     handle = buffer.dispatch(x, ids, weights)
     dispatched = time.perf_counter() - begin
+    barrier.end()
     rows = buffer.expand(handle, out=buffer.window(handle.rows, HIDDEN, x.dtype))
-    dist.barrier()
+    barrier.begin()
     begin = time.perf_counter()
     out, _ = buffer.combine(rows, handle)
     return out, (dispatched, time.perf_counter() - begin)
@@ -108,16 +134,18 @@ def rank_main(rank, ranks, tokens, rounds, folder):
         experts=EXPERTS, slots=SLOTS, row_bytes=2 * HIDDEN, max_tokens=tokens, timeout=300.0, name="bench"
     )
     exchange = stock_exchange(ranks)
+    barrier = Barrier(f"{folder}/barrier", rank, ranks)
     runs = {
         "gloo": lambda: through_gloo(exchange, x, ids, weights),
         "tidegate": lambda: through_tidegate(buffer, x, ids, weights),
-        "in_place": lambda: in_place(buffer, x, ids, weights),
+        "in_place": lambda: in_place(barrier, buffer, x, ids, weights),
     }
     found = {name: [] for name in runs}
     for i in range(rounds + 1):
         for name in runs:
-            dist.barrier()
+            barrier.begin()
             out, times = runs[name]()
+            barrier.end()
             times = slowest(times)
             assert torch.allclose(out.float(), x.float(), rtol=2e-2, atol=2e-2)  # identity experts, weights sum to 1
             if i > 0:  # the first round touches all memory
