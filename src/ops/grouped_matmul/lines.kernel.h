@@ -55,104 +55,161 @@ TIDEGATE_INLINE void store_sums(const F32 (&t)[kSumColumns], const TileSums& s, 
   }
 }
 
-// n inner indices, from `begin` on, of a column in each of S places; `next` is read later.
-template <int S>
-struct Columns {
-  int64_t begin, n;
-  const bf16 *at[S], *next[S];
-};
-
-// What R rows give with them: two rows at a time, of place s and rows r and r + 1 at sums[s * kLinePairs + r / 2].
-constexpr int kLinePairs = kLineRows / 2;
-template <int R, int S>
-TIDEGATE_INLINE void add_lines(const bf16* const* rows, const Columns<S>& columns, F32* sums) {
-  F32 t[R][S];
+// sums[r * kSumColumns]: what n inner indices of R rows, from `begin` on, give with those of a column. The lines of
+// `next` are asked for meanwhile.
+template <int R>
+TIDEGATE_INLINE void column_sums(const bf16* const* rows, int64_t begin, const bf16* column, int64_t n,
+                                 const bf16* next, F32* sums) {
+  F32 t[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int s = 0; s < S; ++s) {
-      t[r][s] = zero();
-    }
+    t[r] = zero();
   }
-  const auto add = [&](int64_t i, auto weight, auto row) __attribute__((always_inline)) {
-    Bf16Pairs w[S];
+  int64_t i = 0;
 #pragma GCC unroll 4
-    for (int s = 0; s < S; ++s) {
-      w[s] = weight(columns.at[s] + i);
-    }
+  for (; i + kLine <= n; i += kLine) {
+    prefetch(next + i);
+    const Bf16Pairs weight = load_pairs(column + i);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const Bf16Pairs x = row(rows[r] + columns.begin + i);
-#pragma GCC unroll 4
-      for (int s = 0; s < S; ++s) {
-        t[r][s] = dot(t[r][s], w[s], x);
-      }
+      t[r] = dot(t[r], weight, load_pairs(rows[r] + begin + i));
     }
-  };
-  const auto line = [&](int64_t i, const bf16* const* ahead, int64_t at) __attribute__((always_inline)) {
-#pragma GCC unroll 4
-    for (int s = 0; s < S; ++s) {
-      prefetch(ahead[s] + at);
+  }
+  if (i < n) {
+    const Bf16Pairs weight = load_pairs_n(column + i, n - i);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      t[r] = dot(t[r], weight, load_pairs_n(rows[r] + begin + i, n - i));
     }
-    add(i, load_pairs, load_pairs);
-  };
-  const int64_t whole = columns.n / kLine * kLine;
-  const int64_t ahead = whole < kUnderWay / S ? whole : kUnderWay / S;
-  int64_t i = 0;
-#pragma GCC unroll 2
-  for (; i < whole - ahead; i += kLine) {
-    line(i, columns.at, i + ahead);
-  }
-#pragma GCC unroll 2
-  for (; i < whole; i += kLine) {
-    line(i, columns.next, i + ahead - whole);
-  }
-  if (const int64_t rest = columns.n - i; rest > 0) {
-    const auto load = [&](const bf16* p) { return load_pairs_n(p, rest); };
-    add(i, load, load);
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r += 2) {
-#pragma GCC unroll 4
-    for (int s = 0; s < S; ++s) {
-      sums[s * kLinePairs + r / 2] = add_halves(t[r][s], t[r + 1 < R ? r + 1 : r][s]);
+  for (int r = 0; r < R; ++r) {
+    sums[r * kSumColumns] = t[r];
+  }
+}
+
+// So many columns of n inner indices are asked for early.
+constexpr int64_t columns_ahead(int64_t n) { return n <= 0 ? 1 : (kUnderWay + n - 1) / n; }
+
+// Columns from `first` on, one by one: kRun stretches of each, then of the next.
+template <int R, int kRun>
+inline void line_columns(const Block& b, int64_t first) {
+  const auto* rows = reinterpret_cast<const bf16* const*>(b.rows);
+  const auto* weight = static_cast<const bf16*>(b.weight);
+  const auto* later = static_cast<const bf16*>(b.later != nullptr ? b.later : b.weight);
+  const int64_t step = b.weight_column;
+  const auto column = [&](int64_t c) { return c < b.columns ? weight + c * step : later + (c - b.columns) * step; };
+  for (int64_t c = first; c < b.columns; c += kSumColumns) {
+    const int64_t columns = b.columns - c < kSumColumns ? b.columns - c : kSumColumns;
+    for (int64_t run = 0; run < b.inner || run == 0; run += kRun * kInner) {
+      const int64_t end = b.inner - run < kRun * kInner ? b.inner : run + kRun * kInner;
+      const auto length = [&](int64_t begin) { return end - begin < kInner ? end - begin : kInner; };
+      F32 t[kRun][R][kSumColumns] = {};
+      for (int64_t k = 0; k < columns; ++k) {
+        int64_t begin = run;
+        for (int q = 0; q < kRun && (q == 0 || begin < end); ++q, begin += kInner) {
+          const int64_t n = length(begin);
+          const int64_t ahead = k + columns_ahead(n);
+          const bf16* next = begin + n < end       ? column(c + k) + begin + n
+                             : ahead < kSumColumns ? column(c + ahead) + run
+                             : end >= b.inner      ? column(c + ahead)
+                                                   : column(c) + end;
+          column_sums<R>(rows, begin, column(c + k) + begin, n, next, &t[q][0][k]);
+        }
+      }
+      int64_t begin = run;
+      for (int q = 0; q < kRun && (q == 0 || begin < end); ++q, begin += kInner) {
+        const TileSums s = {b.out + c, b.pitch, R, columns, begin == 0 && !b.accumulate};
+        for (int r = 0; r < R; r += 2) {
+          F32 both[kSumColumns];
+#pragma GCC unroll 8
+          for (int k = 0; k < kSumColumns; ++k) {
+            both[k] = add_halves(t[q][r][k], t[q][r + 1 < R ? r + 1 : r][k]);
+          }
+          store_sums(both, s, r);
+        }
+      }
     }
   }
 }
 
-// So many columns of n inner indices further stands what is asked for at the end of one.
-constexpr int64_t columns_ahead(int64_t n, int64_t places) { return n <= 0 ? 1 : (kUnderWay / places + n - 1) / n; }
-
-// Columns [first, first + S * part) of a block: those of place s begin at first + s * part.
-template <int R, int S>
-inline void line_columns(const Block& b, int64_t first, int64_t part) {
-  const auto* weight = static_cast<const bf16*>(b.weight);
-  const auto* later = static_cast<const bf16*>(b.later != nullptr ? b.later : b.weight);
-  const int64_t step = b.weight_column;
-  // A single place ends with the block; several end where the next one began, and the last of them with the block.
-  const auto column = [&](int64_t s, int64_t c) {
-    const int64_t at = first + s * part + c;
-    return S > 1 || at < b.columns ? weight + at * step : later + (at - b.columns) * step;
-  };
-  for (int64_t c = 0; c < part; c += kSumColumns) {
-    const int64_t width = part - c < kSumColumns ? part - c : kSumColumns;
-    for (int64_t begin = 0; begin < b.inner || begin == 0; begin += kInner) {
-      const int64_t n = b.inner - begin < kInner ? b.inner - begin : kInner;
-      const bool last = begin + n >= b.inner;
-      F32 t[kSumColumns][S][kLinePairs] = {};
-      for (int64_t k = 0; k < width; ++k) {
-        const int64_t next = k + columns_ahead(n, S);
-        Columns<S> columns{begin, n, {}, {}};
-        for (int64_t s = 0; s < S; ++s) {
-          columns.at[s] = column(s, c + k) + begin;
-          columns.next[s] = next < kSumColumns ? column(s, c + next) + begin
-                            : last             ? column(s, c + next)
-                                               : column(s, c) + begin + n;
-        }
-        add_lines<R>(reinterpret_cast<const bf16* const*>(b.rows), columns, &t[k][0][0]);
+// What a stretch of n inner indices from `begin` on gives of R rows with a column in each of kPlaces places, two rows
+// at a time: sums[s][r / 2]. The next column of a place stands `step` further.
+constexpr int kLinePairs = kLineRows / 2;
+template <int R>
+TIDEGATE_INLINE void place_sums(const bf16* const* rows, int64_t begin, const bf16* const (&column)[kPlaces],
+                                int64_t step, int64_t n, F32 (&sums)[kPlaces][kLinePairs]) {
+  F32 t[R][kPlaces];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int s = 0; s < kPlaces; ++s) {
+      t[r][s] = zero();
+    }
+  }
+  const auto add = [&](int64_t i, auto load) __attribute__((always_inline)) {
+    Bf16Pairs w[kPlaces];
+#pragma GCC unroll 4
+    for (int s = 0; s < kPlaces; ++s) {
+      w[s] = load(column[s] + i);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Bf16Pairs row = load(rows[r] + begin + i);
+#pragma GCC unroll 4
+      for (int s = 0; s < kPlaces; ++s) {
+        t[r][s] = dot(t[r][s], w[s], row);
       }
-      for (int64_t s = 0; s < S; ++s) {
-        const TileSums to = {b.out + first + s * part + c, b.pitch, R, width, begin == 0 && !b.accumulate};
+    }
+  };
+  const auto line = [&](int64_t i, int64_t ahead) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int s = 0; s < kPlaces; ++s) {
+      prefetch(column[s] + ahead);
+    }
+    add(i, load_pairs);
+  };
+  constexpr int64_t kAhead = kUnderWay / kPlaces;
+  const int64_t whole = n / kLine * kLine;
+  int64_t i = 0;
+#pragma GCC unroll 2
+  for (; i < whole - kAhead; i += kLine) {
+    line(i, i + kAhead);
+  }
+#pragma GCC unroll 2
+  for (; i < whole; i += kLine) {
+    line(i, step + i + kAhead - whole);  // of the next column
+  }
+  if (i < n) {
+    add(i, [&](const bf16* p) { return load_pairs_n(p, n - i); });
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r += 2) {
+#pragma GCC unroll 4
+    for (int s = 0; s < kPlaces; ++s) {
+      sums[s][r / 2] = add_halves(t[r][s], t[r + 1 < R ? r + 1 : r][s]);
+    }
+  }
+}
+
+// Columns [0, kPlaces * part): place s begins at s * part, a multiple of kSumColumns.
+template <int R>
+inline void place_columns(const Block& b, int64_t part) {
+  const auto* weight = static_cast<const bf16*>(b.weight);
+  const int64_t step = b.weight_column;
+  for (int64_t c = 0; c < part; c += kSumColumns) {
+    for (int64_t begin = 0; begin < b.inner; begin += kInner) {
+      const int64_t n = b.inner - begin < kInner ? b.inner - begin : kInner;
+      F32 t[kSumColumns][kPlaces][kLinePairs];
+      for (int64_t k = 0; k < kSumColumns; ++k) {
+        const bf16* column[kPlaces];
+        for (int64_t s = 0; s < kPlaces; ++s) {
+          column[s] = weight + (s * part + c + k) * step + begin;
+        }
+        place_sums<R>(reinterpret_cast<const bf16* const*>(b.rows), begin, column, step, n, t[k]);
+      }
+      for (int64_t s = 0; s < kPlaces; ++s) {
+        const TileSums to = {b.out + s * part + c, b.pitch, R, kSumColumns, begin == 0 && !b.accumulate};
         for (int r = 0; r < R; r += 2) {
           F32 both[kSumColumns];
 #pragma GCC unroll 8
@@ -172,10 +229,10 @@ inline void line_block(const Block& b) {
   if constexpr (R >= kManyRows) {
     // Whole groups of columns in every place; what is left passes one by one.
     const int64_t part = b.inner >= kLongColumn ? b.columns / (kPlaces * kSumColumns) * kSumColumns : 0;
-    line_columns<R, kPlaces>(b, 0, part);
+    place_columns<R>(b, part);
     first = kPlaces * part;
   }
-  line_columns<R, 1>(b, first, b.columns - first);
+  b.inner <= kInner ? line_columns<R, 1>(b, first) : line_columns<R, 4>(b, first);
 }
 
 }  // namespace
