@@ -126,7 +126,7 @@ def difference(a, b):
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--model", choices=SHAPES, default="0.8b")
-    p.add_argument("--items", default="prefill,decode,train")
+    p.add_argument("--items", default="prefill,decode,decode_after_128,train")
     p.add_argument("--tokens", type=int, default=1024)
     p.add_argument("--vocabulary", type=int, default=8192)
     p.add_argument("--threads", type=int, default=2)
@@ -147,7 +147,8 @@ def main():
     print(f"\nlogits of the last token, relative difference between the two: {error:.1e}")
     makers = {
         "prefill": lambda model: prefill(model, ids),
-        "decode": lambda model: decode(model, ids[:, :128], 4),
+        "decode": lambda model: decode(model, ids, 4),
+        "decode_after_128": lambda model: decode(model, ids[:, :128], 4),
         "train": lambda model: train(model, ids),
     }
     rows, profiles = [], []

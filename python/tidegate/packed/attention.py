@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 
 from tidegate.errors import PackedInputError
+from tidegate.packed import step
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -101,9 +102,12 @@ def attention_forward(
     sequence_parallel=None,
     **kwargs,
 ):
-    """An attention function of Transformers: SDPA as it is there, block-diagonal where boundaries are given, and over
-    several processes where a plan of sequence parallelism is."""
+    """An attention function of Transformers: SDPA as it is there but for decode steps, block-diagonal where boundaries
+    are given, and over several processes where a plan of sequence parallelism is."""
     if cu_seq_lens_q is None and sequence_parallel is None:
+        if step.serves(query, key, value, attention_mask, dropout):
+            scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+            return step.step_attention(query, key, value, attention_mask, scale), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
