@@ -139,7 +139,7 @@ def why_not(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _weights(module, x, ids, weights, lora):
+def stored_or_copied(module, x, ids, weights, lora=None):
     """gate_up, down and their axes: the parameters, or copies of them in the order that suits many rows an expert."""
     stored = module.gate_up_proj, module.down_proj, "kn" if getattr(module, "is_transposed", False) else "nk"
     cache = cache_of(module)
@@ -172,7 +172,7 @@ def experts_forward(
         raise ValueError(f"tidegate: {type(self).__name__}: {reason}")
     # Ids of other ranks are num_experts; releases without the flag always read them so.
     foreign = getattr(self, "_is_expert_parallel", True)
-    gate_up, down, axes = _weights(self, hidden_states, top_k_index, top_k_weights, lora)
+    gate_up, down, axes = stored_or_copied(self, hidden_states, top_k_index, top_k_weights, lora)
     return moe_experts(
         hidden_states,
         top_k_index,

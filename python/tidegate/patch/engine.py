@@ -26,16 +26,18 @@ OPS = {  # every op that a site can have, and the switch that governs it
     "packed": "fused_ops",
     "router": "router",
     "experts": "gmm",
+    "sparse_moe": "sparse_moe",
 }
 GROUPS = {
     "gdn": ("gdn_layer",),
-    "moe": ("router", "experts"),
+    "moe": ("router", "experts", "sparse_moe"),
     "norms": ("gated_rmsnorm", "rmsnorm"),
     "attention": (
         "attention",
         "packed",
     ),  # our attention leaves it to the model's forward to see that positions restart
 }
+OPTIONAL = ("sparse_moe",)  # another block than the known one is served part by part
 CHECKS = ("install", "off")
 SCOPES = ("model", "process")
 
@@ -59,10 +61,10 @@ def _names(ops):
 def finders():
     """The functions find(root, options) -> sites, in the order in which sites are installed."""
     from tidegate.packed.sites import find_attention, find_packed
-    from tidegate.patch import gdn, linear, moe, norms, rope, router, swiglu
+    from tidegate.patch import gdn, linear, moe, norms, rope, router, sparse_moe, swiglu
 
     parts = [gdn.find, norms.find_gated, norms.find, rope.find, swiglu.find, linear.find, router.find, moe.find]
-    return [*parts, find_attention, find_packed]
+    return [*parts, sparse_moe.find, find_attention, find_packed]
 
 
 def _find(root, asked, options):
@@ -122,7 +124,7 @@ def _demand(root, sites, asked, options, notes):
     problems = []
     if not taken:
         problems.append("found nothing to patch")
-    problems += [f"found no place for {op!r}" for op in asked if op not in taken and options.on(OPS[op])]
+    problems += [f"found no place for {op!r}" for op in asked if op not in (*taken, *OPTIONAL) and options.on(OPS[op])]
     layers = modules.linear_layers(root)
     if layers and options.on("gdn") and (not asked or "gdn_layer" in asked):
         found = {id(site.module) for site in sites if site.op == "gdn_layer" and not site.verdict}

@@ -27,13 +27,15 @@ def _named(self, x):
     return y
 
 
-def _shape(code):
-    """What a function does, whatever its argument and its local variable are called."""
+def shape(code):
+    """What a function does, whatever its argument and its local variables are called; None of no code."""
+    if code is None:
+        return None
     counts = code.co_argcount, code.co_kwonlyargcount, code.co_nlocals, code.co_flags & 0x0C  # *args, **kwargs
     return code.co_code, code.co_names, counts
 
 
-FORMS = {_shape(function.__code__) for function in (_returned, _named)}
+FORMS = {shape(function.__code__) for function in (_returned, _named)}
 
 
 def product(gate, up):
@@ -56,7 +58,7 @@ def _is_gated_mlp(module):
     return with_parameters == PROJECTIONS and next(module.parameters(recurse=False), None) is None
 
 
-def _activation_problem(act):
+def activation_problem(act):
     """Why an activation is not SiLU, or None. It is called past its hooks: these numbers are not the model's."""
     name = getattr(act, "__name__", type(act).__name__)
     if isinstance(act, torch.nn.Module):
@@ -78,9 +80,9 @@ def _refusal(module, options):
     if family_of(module) is None and not options.on("discovery"):
         return "unknown family, and discovery is off"
     code = getattr(type(module).forward, "__code__", None)
-    if code is None or _shape(code) not in FORMS:
+    if shape(code) not in FORMS:
         return "its forward is not down_proj(act_fn(gate_proj(x)) * up_proj(x)) alone"
-    return _activation_problem(module.act_fn)
+    return activation_problem(module.act_fn)
 
 
 def _compare(site):
