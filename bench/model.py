@@ -132,6 +132,9 @@ def main():
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--reps", type=int, default=3)
     options = p.parse_args()
+    known = ("prefill", "decode", "decode_after_128", "train")
+    if unknown := [name for name in options.items.split(",") if name not in known]:
+        p.error(f"--items: expected names from {', '.join(known)}, got {', '.join(unknown)}")
     torch.set_num_threads(options.threads)
     stock = build(options.model, options.vocabulary)
     patched = copy.deepcopy(stock) if options.model == "0.8b" else build(options.model, options.vocabulary)

@@ -1,6 +1,7 @@
 """Sparse blocks of patched models: one call for routed and shared experts, and when the block runs as it is."""
 
 import copy
+import functools
 
 import pytest
 import tiny_models
@@ -113,17 +114,94 @@ def test_hooks_of_the_router_run_in_the_call(joined):
     assert len(seen) == 1 and len(joined) == blocks
 
 
-def test_replaced_parts_run(joined):
+class Other(torch.nn.Module):
+    """What an MLP consists of, and another computation."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
+            mlp.gate_proj,
+            mlp.up_proj,
+            mlp.down_proj,
+            mlp.act_fn,
+        )
+
+    def forward(self, x):
+        return 0.1 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Nothing(torch.nn.SiLU):
+    def forward(self, x):
+        return torch.zeros_like(x)
+
+
+def _wrapped(block):
+    inner = block.shared_expert.forward
+    block.shared_expert.forward = functools.wraps(inner)(lambda x: 0 * inner(x))
+
+
+def _strided(block):
+    w = block.shared_expert.up_proj.weight.data
+    block.shared_expert.up_proj.weight = torch.nn.Parameter(torch.stack([w, w], -1).flatten(-2)[:, ::2])
+
+
+def _subclass(part):
+    base = type(part)
+    part.__class__ = type("Sub", (base,), {"forward": lambda self, *args: 0 * base.forward(self, *args)})
+
+
+CHANGES = {
+    "adapter": lambda b: setattr(b.shared_expert, "up_proj", torch.nn.Sequential(b.shared_expert.up_proj)),
+    "wrapper": _wrapped,
+    "another MLP": lambda b: setattr(b, "shared_expert", Other(b.shared_expert)),
+    "class of the MLP": lambda b: _subclass(b.shared_expert),
+    "class of the experts": lambda b: _subclass(b.experts),
+    "activation of the MLP": lambda b: setattr(b.shared_expert, "act_fn", Nothing()),
+    "strides": _strided,
+    "bias": lambda b: setattr(
+        b.shared_expert.up_proj, "bias", torch.nn.Parameter(torch.ones(b.experts.down_proj.shape[-1]))
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_later_is_seen(joined, change):
     model, _, blocks = built()
-    ids, block = tiny_models.tokens(1, 9), model.model.layers[0].mlp
-    block.shared_expert.up_proj = torch.nn.Sequential(block.shared_expert.up_proj)  # as adapters wrap layers
-    with torch.no_grad():
-        block.shared_expert.up_proj[0].weight.zero_()
+    stock, ids = tiny_models.build("qwen3_5_moe"), tiny_models.tokens(1, 9)
+    for either in (model, stock):
+        CHANGES[change](either.model.layers[0].mlp)
     joined.clear()
-    logits(model, ids)
+    assert error(logits(model, ids), logits(stock, ids)) < 1e-5
     assert len(joined) == blocks - 1
-    shared = block.shared_expert(torch.randn(3, model.config.hidden_size))
-    assert not shared.any()  # what the block adds now
+
+
+def test_another_activation_of_the_experts_is_an_error(joined):
+    model, _, _ = built()
+    model.model.layers[0].mlp.experts.act_fn = torch.nn.GELU()
+    with pytest.raises(ValueError, match="act_fn: expected SiLU, got GELU"):
+        logits(model, tiny_models.tokens(1, 9))
+
+
+def test_a_class_that_changes_later_is_seen(joined, monkeypatch):
+    model, _, _ = built()
+    kind = type(model.model.layers[0].mlp.experts)
+    real, calls = kind.forward, []
+    monkeypatch.setattr(kind, "forward", lambda self, *args: calls.append(1) or real(self, *args))
+    joined.clear()
+    logits(model, tiny_models.tokens(1, 9))
+    assert calls and not joined
+
+
+def test_forward_mode_and_other_shapes_are_the_blocks_own(joined):
+    model, _, _ = built()
+    block = model.model.layers[0].mlp
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="unpack"):
+            block(torch.randn(3, model.config.hidden_size))
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+            x = torch.randn(1, 3, model.config.hidden_size)
+            block(torch.autograd.forward_ad.make_dual(x, x))
+    assert not joined
 
 
 def test_quantised_experts(joined):
@@ -157,7 +235,11 @@ def test_copies_and_autocast(joined):
     assert not joined
 
 
-def test_without_our_experts_there_is_nothing_to_join():
+def test_report_says_what_is_missing():
     model = tiny_models.build("qwen3_5_moe")
-    handle = tidegate.patch(model, options={"gmm": False})
-    assert not handle.report().only(op="sparse_moe")
+    with tidegate.patch(model, options={"gmm": False}) as handle:
+        rows = handle.report().only(op="sparse_moe")
+        assert rows and all(row.status == "refused" for row in rows)
+    handle = tidegate.patch(model, ops=("sparse_moe", "router"))
+    rows = handle.report().only(op="sparse_moe", status="installed")
+    assert all("waits for the op experts" in str(row) for row in rows)

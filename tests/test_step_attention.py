@@ -99,3 +99,33 @@ def test_what_is_left_to_sdpa():
 def test_sdpa_is_not_called(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: pytest.fail("SDPA was called"))
     run(*step_inputs())
+
+
+def test_options_of_sdpa_are_sdpas(monkeypatch):
+    """Those that Transformers' function acts on."""
+    q, k, v = step_inputs()
+    taken = []
+    monkeypatch.setattr(step, "step_attention", lambda *args: taken.append(1))
+    if "position_bias" in attention._options_of_sdpa():
+        bias = 3 * torch.randn(1, 6, 1, 37)
+        got = attention.attention_forward(MODULE, q, k, v, None, position_bias=bias)[0].transpose(1, 2)
+        assert_close("out", got, truth(q, k, v, bias), 1e-5)
+    for options in ({"softcap": 1.0}, {"output_attentions": True}):
+        try:
+            attention.attention_forward(MODULE, q, k, v, None, **options)
+        except ValueError as error:  # in releases that refuse it
+            assert "softcap" in str(error)
+    assert not taken
+    attention.attention_forward(MODULE, q, k, v, None, softcap=None, output_attentions=False, use_cache=True)
+    assert taken
+
+
+def test_default_device_and_mapped_masks():
+    q, k, v = step_inputs()
+    with torch.device("meta"):
+        got = attention.attention_forward(MODULE, q, k, v, None)[0]
+    assert_close("out", got.transpose(1, 2), truth(q, k, v), 1e-5)
+    masks = torch.rand(3, 2, 1, 1, 37) < 0.7
+    got = torch.func.vmap(lambda mask: attention.attention_forward(MODULE, q, k, v, mask)[0])(masks)
+    for one, mask in zip(got, masks, strict=True):
+        assert_close("out", one.transpose(1, 2), truth(q, k, v, mask), 1e-5)

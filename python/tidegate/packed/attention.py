@@ -3,6 +3,8 @@
 The cost is the sum of the squared lengths, no T x T mask is made, and KV heads are shared inside the kernel.
 """
 
+import functools
+import inspect
 from itertools import pairwise
 
 import torch
@@ -89,6 +91,15 @@ def _differentiate(ctx, grad, _grad_lse):
 packed_attention.register_autograd(_differentiate, setup_context=_save)
 
 
+@functools.cache
+def _options_of_sdpa():
+    """Keywords that Transformers' function acts on, beside those that every call has."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    usual = "module query key value attention_mask dropout scaling is_causal kwargs".split()
+    return {*inspect.signature(sdpa_attention_forward).parameters, "softcap", "output_attentions"} - {*usual}
+
+
 def attention_forward(
     module,
     query,
@@ -105,7 +116,9 @@ def attention_forward(
     """An attention function of Transformers: SDPA as it is there but for decode steps, block-diagonal where boundaries
     are given, and over several processes where a plan of sequence parallelism is."""
     if cu_seq_lens_q is None and sequence_parallel is None:
-        if step.serves(query, key, value, attention_mask, dropout):
+        asked = (kwargs[name] for name in _options_of_sdpa() & kwargs.keys())
+        special = any(value is not None and value is not False for value in asked)
+        if not special and step.serves(query, key, value, attention_mask, dropout):
             scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
             return step.step_attention(query, key, value, attention_mask, scale), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -6,6 +6,7 @@ values the weights: they are read once, where they lie. Scores, softmax and sums
 """
 
 import torch
+from torch.autograd import forward_ad
 
 from tidegate import _native
 from tidegate._native import ops
@@ -13,9 +14,25 @@ from tidegate._native import ops
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def is_plain_inference(*tensors):
+    """Whether nobody follows a call: no gradient of either mode, no tracing, no function mode, no autocast, and tensors
+    that are nothing but tensors."""
+    return not (
+        (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+        or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled("cpu")
+        or torch.compiler.is_compiling()
+        or torch._C._is_torch_function_mode_enabled()
+    ) and all(type(t) is torch.Tensor for t in tensors)
+
+
 def _heads_are_matrices(x):
     """Whether [B,Hkv,L,D] is [B * Hkv,L,D] without a copy."""
     return x.stride(-1) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+
+
+def _is_mask(mask, query):
+    return mask.dim() == 4 and mask.dtype in (torch.bool, torch.float32, query.dtype)
 
 
 def serves(query, key, value, attention_mask, dropout):
@@ -24,11 +41,9 @@ def serves(query, key, value, attention_mask, dropout):
     return (
         query.shape[2] == 1
         and not dropout
-        and all(type(t) is torch.Tensor and t.device.type == "cpu" and t.dtype == query.dtype for t in tensors)
+        and is_plain_inference(*tensors)
+        and all(t.device.type == "cpu" and t.dtype == query.dtype for t in tensors)
         and query.dtype in DTYPES
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
         and not _native.fallback
         and key.shape[:3] == value.shape[:3]
         and query.shape[0] == key.shape[0]
@@ -37,7 +52,7 @@ def serves(query, key, value, attention_mask, dropout):
         and query.shape[1] % key.shape[1] == 0
         and _heads_are_matrices(key)
         and _heads_are_matrices(value)
-        and (attention_mask is None or attention_mask.dim() == 4)
+        and (attention_mask is None or _is_mask(attention_mask, query))
     )
 
 
@@ -45,13 +60,13 @@ def step_attention(query, key, value, attention_mask, scale):
     """query [B,H,1,D], key and value [B,Hkv,L,D], a mask as SDPA takes it -> [B,1,H,D of value]."""
     batch, heads, _, width = query.shape
     kv_heads, length = key.shape[1:3]
-    groups = torch.full((batch * kv_heads,), heads // kv_heads)
+    groups = torch.full((batch * kv_heads,), heads // kv_heads, device=query.device)
     rows = query.reshape(batch * heads, width)
     scores = ops.grouped_matmul_fwd(rows, key.flatten(0, 1), groups, out_dtype=torch.float32)
-    scores = scores.mul_(scale).view(batch, heads, 1, length)
+    scores = scores.mul_(scale).view(batch, heads, 1, length)  # not in place below: a mask may be a batch of vmap
     if attention_mask is not None:
         mask = attention_mask[..., :length]
-        scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     weights = torch._safe_softmax(scores, -1).view(batch * heads, length)  # a row that sees nothing is 0, as SDPA's
     out = ops.grouped_matmul_fwd(weights, value.flatten(0, 1), groups, weight_axes="kn", out_dtype=torch.float32)
     return out.to(query.dtype).view(batch, 1, heads, value.shape[3])

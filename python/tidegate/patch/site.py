@@ -140,6 +140,15 @@ def _guarded(function, op, like):
     return forward
 
 
+_GUARD = _guarded(lambda self: None, "", lambda self: None).__code__
+
+
+def is_our_forward(value, module):
+    """Whether a value is a function of ours bound to a module, and not one that only took over its attributes."""
+    function = getattr(value, "__func__", None)
+    return getattr(function, "__code__", None) is _GUARD and value.__self__ is module
+
+
 def is_bound(value, function, module):
     """Whether a value is a function, or one of ours for an op (a text), bound to a module."""
     if not isinstance(value, types.MethodType) or value.__self__ is not module:
